@@ -1,0 +1,42 @@
+"""Kernels for serving LLM agents: answer separability (SpecEyes) on the LM head's output.
+
+``import speceyes_kernels as sk`` needs torch and numpy only and works on every machine; backends load at first use.
+"""
+
+from ._backends import BackendUnavailable, available_backends, unavailable_reason
+from .separability import (
+    PartialTopk,
+    TopkStats,
+    accept,
+    answer_separability,
+    confidence,
+    convert_threshold,
+    merge_partials,
+    partial_topk,
+    partials_separability,
+    score_for_confidence,
+    token_separability,
+    topk_stats,
+)
+from .separability_pool import SeparabilityPool
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BackendUnavailable",
+    "PartialTopk",
+    "SeparabilityPool",
+    "TopkStats",
+    "accept",
+    "answer_separability",
+    "available_backends",
+    "confidence",
+    "convert_threshold",
+    "merge_partials",
+    "partial_topk",
+    "partials_separability",
+    "score_for_confidence",
+    "token_separability",
+    "topk_stats",
+    "unavailable_reason",
+]

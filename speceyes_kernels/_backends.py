@@ -1,0 +1,136 @@
+"""The one place where a backend is chosen.
+
+A backend is a namespace of torch ops that implement ``_schemas.SEPARABILITY_SCHEMAS``. Each is loaded at its first use;
+one that cannot load says why, with the original error chained.
+"""
+
+from __future__ import annotations
+
+import warnings
+from types import SimpleNamespace
+
+import torch
+
+from ._schemas import SEPARABILITY_SCHEMAS
+
+BACKENDS = ("reference", "cpu", "triton", "cuda")
+
+
+class BackendUnavailable(RuntimeError):
+    """A backend that was asked for cannot run here; the message says why and what to do."""
+
+
+_loaded: dict[str, SimpleNamespace] = {}
+_failed: dict[str, BackendUnavailable] = {}
+_auto: dict[str, SimpleNamespace] = {}
+
+
+def _load_reference() -> str:
+    from . import separability_reference
+
+    return separability_reference.NAMESPACE
+
+
+def _load_cpu() -> str:
+    from . import _native
+
+    _native.load()
+    return "speceyes"
+
+
+def _load_cuda() -> str:
+    from . import _native
+
+    _native.load()
+    if not _native.has_cuda_kernels():
+        raise BackendUnavailable(
+            "this build of speceyes_kernels holds no CUDA kernels; rebuild with SPECEYES_BUILD=cuda and nvcc on PATH"
+        )
+    if not torch.cuda.is_available():
+        raise BackendUnavailable(
+            f"torch {torch.__version__} sees no CUDA device; install a CUDA build of torch on a machine with a GPU"
+        )
+    return "speceyes"
+
+
+def _load_triton() -> str:
+    from . import separability_triton
+
+    return separability_triton.NAMESPACE
+
+
+_LOADERS = {"reference": _load_reference, "cpu": _load_cpu, "triton": _load_triton, "cuda": _load_cuda}
+
+
+def ops(backend: str) -> SimpleNamespace:
+    """The op overloads of ``backend``.
+
+    Raises
+    ------
+    ValueError
+        Unknown name.
+    BackendUnavailable
+        The backend cannot load here.
+    """
+    found = _loaded.get(backend)
+    if found is not None:
+        return found
+    if backend not in _LOADERS:
+        raise ValueError(f"backend: expected 'auto' or one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
+    if backend in _failed:
+        raise _failed[backend]
+    try:
+        namespace = getattr(torch.ops, _LOADERS[backend]())
+        table = SimpleNamespace(**{name: getattr(namespace, name).default for name in SEPARABILITY_SCHEMAS})
+    except BackendUnavailable as error:
+        _failed[backend] = error
+        raise
+    except Exception as error:
+        failure = BackendUnavailable(f"backend {backend!r} cannot load (torch {torch.__version__}): {error}")
+        failure.__cause__ = error
+        _failed[backend] = failure
+        raise failure from error
+    _loaded[backend] = table
+    return table
+
+
+def ops_for(backend: str, device: torch.device) -> SimpleNamespace:
+    """The op overloads for tensors on ``device``; ``"auto"`` takes the fastest backend that loads."""
+    if backend != "auto":
+        return ops(backend)
+    found = _auto.get(device.type)
+    if found is None:
+        found = _auto[device.type] = _choose(device.type)
+    return found
+
+
+def _choose(device_type: str) -> SimpleNamespace:
+    wanted = {"cpu": ("cpu",), "cuda": ("cuda", "triton")}.get(device_type, ())
+    reasons = []
+    for name in wanted:
+        try:
+            return ops(name)
+        except BackendUnavailable as error:
+            reasons.append(f"{name}: {error}")
+    warnings.warn(
+        f"speceyes_kernels falls back to its slow reference backend on {device_type!r} tensors ("
+        + ("; ".join(reasons) or "no kernels for this device")
+        + "). Run 'python -m speceyes_kernels.collect_env' for details.",
+        RuntimeWarning,
+        stacklevel=4,
+    )
+    return ops("reference")
+
+
+def available_backends() -> tuple[str, ...]:
+    """Names of the backends that load on this machine, in the order reference, cpu, triton, cuda."""
+    return tuple(name for name in BACKENDS if unavailable_reason(name) is None)
+
+
+def unavailable_reason(backend: str) -> str | None:
+    """Why ``backend`` cannot load on this machine; None when it can."""
+    try:
+        ops(backend)
+    except BackendUnavailable as error:
+        return str(error)
+    return None
