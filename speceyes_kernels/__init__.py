@@ -4,20 +4,9 @@
 """
 
 from ._backends import BackendUnavailable, available_backends, unavailable_reason
-from .separability import (
-    PartialTopk,
-    TopkStats,
-    accept,
-    answer_separability,
-    confidence,
-    convert_threshold,
-    merge_partials,
-    partial_topk,
-    partials_separability,
-    score_for_confidence,
-    token_separability,
-    topk_stats,
-)
+from .decision import accept, confidence, convert_threshold, score_for_confidence
+from .separability import TopkStats, answer_separability, token_separability, topk_stats
+from .separability_partial import PartialTopk, merge_partials, partial_topk, partials_separability
 from .separability_pool import SeparabilityPool
 
 __version__ = "0.1.0"

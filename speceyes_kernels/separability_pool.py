@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import _backends
+from . import _backends, _checks
 from . import separability as _sep
 
 _INT = (torch.int32, torch.int64)
@@ -58,18 +58,18 @@ class SeparabilityPool:
     ) -> None:
         for name, value in (("num_slots", num_slots), ("max_tokens", max_tokens)):
             if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name}: expected an int >= 1, got {_sep._describe(value)}")
+                raise TypeError(f"{name}: expected an int >= 1, got {_checks.describe(value)}")
             if value < 1:
                 raise ValueError(f"{name}: expected an int >= 1, got {value}")
-        _sep._check_k(k)
-        _sep._check_pools(pools, "pools")
+        _checks.check_k(k)
+        _checks.check_pools(pools, "pools")
         self.num_slots, self.max_tokens = num_slots, max_tokens
         self.pools: tuple[str, ...] = (pools,) if isinstance(pools, str) else tuple(pools)
         self.k, self.form, self.eps, self.min_competitors = k, form, eps, min_competitors
         self.valid_vocab = valid_vocab
         self.bottom_share, self.bottom_rounding = bottom_share, bottom_rounding
-        self._include_top1 = _sep._check_score(form, eps, min_competitors)
-        self._bottom_ceil = _sep._check_bottom(bottom_share, bottom_rounding)
+        self._include_top1 = _checks.check_score(form, eps, min_competitors)
+        self._bottom_ceil = _checks.check_bottom(bottom_share, bottom_rounding)
         self.device = torch.empty(0, device=device).device  # "cuda" -> "cuda:0", as tensors report it
         self._ops = _backends.ops_for(backend, self.device)
         kept = max_tokens if "bottom" in self.pools else 0
@@ -80,10 +80,10 @@ class SeparabilityPool:
 
     def _check_slots(self, slots: Tensor, rows: int | None, low: int) -> Tensor:
         if not isinstance(slots, Tensor) or slots.dtype not in _INT:
-            raise TypeError(f"slots: expected an int32 or int64 tensor, got {_sep._describe(slots)}")
+            raise TypeError(f"slots: expected an int32 or int64 tensor, got {_checks.describe(slots)}")
         if slots.dim() != 1 or slots.device != self.device or (rows is not None and slots.shape[0] != rows):
             wanted = "1-D tensor" if rows is None else f"tensor of shape ({rows},)"
-            raise ValueError(f"slots: expected a {wanted} on {self.device}, got {_sep._describe(slots)}")
+            raise ValueError(f"slots: expected a {wanted} on {self.device}, got {_checks.describe(slots)}")
         # On a GPU the content stays unread (it would synchronise): slots out of range are skipped there.
         if self.device.type == "cpu" and slots.numel() and not torch.compiler.is_compiling():
             lowest, highest = int(slots.min()), int(slots.max())
@@ -110,13 +110,13 @@ class SeparabilityPool:
         Tensor
             float32 [N, 2]: separability and log-probability of the top token of every row, skipped ones included.
         """
-        _sep._check_logits(logits)
+        _checks.check_logits(logits)
         if logits.device != self.device:
-            raise ValueError(f"logits: expected a tensor on {self.device}, got {_sep._describe(logits)}")
-        valid = _sep._check_vocab(logits, self.k, self.valid_vocab)
+            raise ValueError(f"logits: expected a tensor on {self.device}, got {_checks.describe(logits)}")
+        valid = _checks.check_vocab(logits, self.k, self.valid_vocab)
         rows = logits.shape[0]
         slots = self._check_slots(slots, rows, -1)
-        _sep._check_mask(accepted, rows, self.device, "accepted")
+        _checks.check_mask(accepted, rows, self.device, "accepted")
         records = torch.empty((rows, 2), dtype=torch.float32, device=self.device)
         self._ops.pool_update(
             logits, slots, None if accepted is None else accepted.contiguous(), self.k, valid, self._include_top1,
@@ -149,11 +149,11 @@ class SeparabilityPool:
             if tensor is None:
                 continue
             if not isinstance(tensor, Tensor) or tensor.dtype is not torch.float32:
-                raise TypeError(f"{name}: expected a float32 tensor [N], got {_sep._describe(tensor)}")
+                raise TypeError(f"{name}: expected a float32 tensor [N], got {_checks.describe(tensor)}")
             if tensor.dim() != 1 or tensor.shape[0] != rows or tensor.device != self.device:
-                raise ValueError(f"{name}: expected a 1-D tensor [N] on {self.device}, got {_sep._describe(tensor)}")
+                raise ValueError(f"{name}: expected a 1-D tensor [N] on {self.device}, got {_checks.describe(tensor)}")
         slots = self._check_slots(slots, rows, -1)
-        _sep._check_mask(accepted, rows, self.device, "accepted")
+        _checks.check_mask(accepted, rows, self.device, "accepted")
         self._ops.pool_update_scores(
             scores, logprobs, slots, None if accepted is None else accepted.contiguous(),
             self.sums, self.mins, self.counts, self.scores,
@@ -166,7 +166,7 @@ class SeparabilityPool:
         """
         asked = self.pools if pools is None else pools
         names = (asked,) if isinstance(asked, str) else tuple(asked)
-        ids = _sep._check_pools(names, "pools")
+        ids = _checks.check_pools(names, "pools")
         missing = [p for p in names if p not in self.pools]
         if missing:
             raise ValueError(f"pools: expected names among {self.pools} (as constructed), got {missing}")

@@ -1,0 +1,129 @@
+"""Input checks of the public ops: what was given, what was expected, what to do; before anything is changed."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ._schemas import POOL_IDS
+
+MAX_K = 256
+MAX_VOCAB = 1 << 20
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_FORMS = {"exclude_top1": False, "include_top1": True}
+
+
+def describe(x: object) -> str:
+    if isinstance(x, Tensor):
+        return f"a {x.dim()}-D {str(x.dtype).removeprefix('torch.')} tensor of shape {tuple(x.shape)} on {x.device}"
+    return f"{type(x).__name__} {x!r}"[:120]
+
+
+def check_logits(logits: Tensor, name: str = "logits") -> None:
+    if not isinstance(logits, Tensor):
+        raise TypeError(f"{name}: expected a 2-D float tensor, got {describe(logits)}; pass a torch.Tensor")
+    if logits.dtype not in _DTYPES:
+        raise TypeError(
+            f"{name}: expected a 2-D float tensor, got {describe(logits)}; convert to float32, float16 or bfloat16"
+        )
+    if logits.dim() != 2:
+        raise ValueError(f"{name}: expected a 2-D float tensor, got {describe(logits)}; use shape [rows, vocabulary]")
+    if logits.shape[1] > MAX_VOCAB:
+        raise ValueError(
+            f"{name}: expected at most {MAX_VOCAB} columns, got {logits.shape[1]}; use partial_topk shards"
+        )
+
+
+def check_k(k: int) -> None:
+    if isinstance(k, bool) or not isinstance(k, int):
+        raise TypeError(f"k: expected an int in 2..{MAX_K}, got {describe(k)}")
+    if not 2 <= k <= MAX_K:
+        raise ValueError(f"k: expected an int in 2..{MAX_K}, got {k}")
+
+
+def check_vocab(logits: Tensor, k: int, valid_vocab: int | None) -> int:
+    width = logits.shape[1]
+    if valid_vocab is None:
+        valid_vocab = width
+    elif isinstance(valid_vocab, bool) or not isinstance(valid_vocab, int):
+        raise TypeError(f"valid_vocab: expected None or an int, got {describe(valid_vocab)}")
+    elif not 1 <= valid_vocab <= width:
+        raise ValueError(f"valid_vocab: expected 1..{width} (the columns of logits), got {valid_vocab}")
+    if k > valid_vocab:
+        raise ValueError(f"k: expected at most the valid vocabulary ({valid_vocab}), got {k}; lower k")
+    return valid_vocab
+
+
+def check_score(form: str, eps: float, min_competitors: int) -> bool:
+    include_top1 = _FORMS.get(form)
+    if include_top1 is None:
+        raise ValueError(f"form: expected 'exclude_top1' or 'include_top1', got {form!r}")
+    if not 0.0 < eps < math.inf:
+        raise ValueError(f"eps: expected a finite number > 0, got {eps!r}")
+    if isinstance(min_competitors, bool) or not isinstance(min_competitors, int):
+        raise TypeError(f"min_competitors: expected an int >= 1, got {describe(min_competitors)}")
+    if min_competitors < 1:
+        raise ValueError(f"min_competitors: expected an int >= 1, got {min_competitors}")
+    return include_top1
+
+
+def check_out(out: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, name: str = "out") -> None:
+    if not isinstance(out, Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {describe(out)}")
+    if out.dtype is not dtype:
+        raise TypeError(f"{name}: expected dtype {dtype}, got {describe(out)}")
+    if out.shape != shape or out.device != device or not out.is_contiguous():
+        raise ValueError(
+            f"{name}: expected a contiguous tensor of shape {shape} on {device}, got {describe(out)}"
+            + ("" if out.is_contiguous() else " (not contiguous)")
+        )
+
+
+def check_mask(mask: Tensor | None, rows: int, device: torch.device, name: str) -> None:
+    if mask is None:
+        return
+    if not isinstance(mask, Tensor) or mask.dtype is not torch.bool:
+        raise TypeError(f"{name}: expected a bool tensor of shape ({rows},), got {describe(mask)}")
+    if mask.shape != (rows,) or mask.device != device:
+        raise ValueError(f"{name}: expected a bool tensor of shape ({rows},) on {device}, got {describe(mask)}")
+
+
+def check_pools(pools: str | Sequence[str], name: str = "pool") -> list[int]:
+    names = (pools,) if isinstance(pools, str) else tuple(pools)
+    known = ", ".join(map(repr, POOL_IDS))
+    if not names:
+        raise ValueError(f"{name}: expected at least one of {known}, got none")
+    for p in names:
+        if p not in POOL_IDS:
+            raise ValueError(f"{name}: expected names among {known}, got {p!r}")
+    if len(set(names)) != len(names):
+        raise ValueError(f"{name}: expected each name once, got {names!r}")
+    return [POOL_IDS[p] for p in names]
+
+
+def check_bottom(share: float, rounding: str) -> bool:
+    if not 0.0 < share <= 1.0:
+        raise ValueError(f"bottom_share: expected a number in (0, 1], got {share!r}")
+    if rounding not in ("floor", "ceil"):
+        raise ValueError(f"bottom_rounding: expected 'floor' or 'ceil', got {rounding!r}")
+    return rounding == "ceil"
+
+
+def check_cu_seqlens(cu_seqlens: Tensor, rows: int, device: torch.device) -> None:
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"cu_seqlens: expected an int32 or int64 tensor [answers + 1], got {describe(cu_seqlens)}")
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1 or cu_seqlens.device != device:
+        raise ValueError(
+            f"cu_seqlens: expected a 1-D tensor of answers + 1 entries on {device}, got {describe(cu_seqlens)}"
+        )
+    # On a GPU the content stays unread (it would synchronise): the kernels clamp it to 0..rows.
+    if device.type == "cpu" and not torch.compiler.is_compiling():
+        values = cu_seqlens.tolist()
+        if values[0] != 0 or values[-1] != rows or any(a > b for a, b in itertools.pairwise(values)):
+            raise ValueError(
+                f"cu_seqlens: expected to rise from 0 to {rows} (the rows of logits), got {str(values)[:100]}"
+            )

@@ -1,0 +1,138 @@
+"""Vocabulary-parallel separability: each rank scores its shard of the logits, the partials merge to the whole row's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import _backends, _checks
+from .separability import Backend, Form, TopkStats, empty_stats
+
+
+class PartialTopk(NamedTuple):
+    """What one vocabulary shard knows of N rows: values float32 [N, k] descending (missing: -inf), argmax int64 [N]
+    (index in the whole vocabulary), lse float32 [N]."""
+
+    values: Tensor
+    argmax: Tensor
+    lse: Tensor
+
+
+def partial_topk(
+    logits_shard: Tensor, k: int = 64, *, offset: int, valid_vocab: int | None = None, backend: Backend = "auto"
+) -> PartialTopk:
+    """What one vocabulary shard contributes: its top ``k`` values, its argmax and its log-sum-exp.
+
+    Parameters
+    ----------
+    logits_shard : Tensor
+        float32, float16 or bfloat16 [N, width]: columns ``offset .. offset + width - 1`` of the logits. May be narrower
+        than ``k``.
+    k : int
+        2..256, the k of the final score.
+    offset : int
+        First column of the shard in the whole vocabulary.
+    valid_vocab : int, optional
+        Valid size of the *whole* vocabulary; padding columns of this shard are left out.
+
+    Returns
+    -------
+    PartialTopk
+        To be gathered and given to :func:`merge_partials`.
+    """
+    _checks.check_logits(logits_shard, "logits_shard")
+    _checks.check_k(k)
+    if isinstance(offset, bool) or not isinstance(offset, int):
+        raise TypeError(f"offset: expected an int >= 0, got {_checks.describe(offset)}")
+    if offset < 0:
+        raise ValueError(f"offset: expected an int >= 0, got {offset}")
+    rows, width = logits_shard.shape
+    if valid_vocab is not None:
+        if isinstance(valid_vocab, bool) or not isinstance(valid_vocab, int):
+            raise TypeError(f"valid_vocab: expected None or an int, got {_checks.describe(valid_vocab)}")
+        if valid_vocab < 1:
+            raise ValueError(f"valid_vocab: expected the size of the whole vocabulary, >= 1, got {valid_vocab}")
+        width = max(0, min(width, valid_vocab - offset))
+    device = logits_shard.device
+    out = PartialTopk(
+        torch.empty((rows, k), dtype=torch.float32, device=device),
+        torch.empty(rows, dtype=torch.int64, device=device),
+        torch.empty(rows, dtype=torch.float32, device=device),
+    )
+    if width == 0:  # a shard of padding only
+        out.values.fill_(-math.inf)
+        out.argmax.fill_(offset)
+        out.lse.fill_(-math.inf)
+        return out
+    _backends.ops_for(backend, device).partial_topk(logits_shard, k, width, offset, *out)
+    return out
+
+
+def _check_partials(partials: Sequence[PartialTopk]) -> None:
+    if isinstance(partials, PartialTopk) or not isinstance(partials, Sequence) or not partials:
+        raise ValueError(f"partials: expected a non-empty list of PartialTopk, got {_checks.describe(partials)}")
+    first = partials[0]
+    for i, p in enumerate(partials):
+        if not isinstance(p, PartialTopk):
+            raise TypeError(f"partials[{i}]: expected a PartialTopk, got {_checks.describe(p)}")
+        if p.values.dim() != 2 or p.values.shape != first.values.shape or p.values.device != first.values.device:
+            raise ValueError(
+                f"partials[{i}].values: expected the shape and device of partials[0] "
+                f"({_checks.describe(first.values)}), got {_checks.describe(p.values)}"
+            )
+        rows = p.values.shape[:1]
+        for name, tensor, dtype in (
+            ("values", p.values, torch.float32),
+            ("argmax", p.argmax, torch.int64),
+            ("lse", p.lse, torch.float32),
+        ):
+            if tensor.dtype is not dtype:
+                raise TypeError(f"partials[{i}].{name}: expected {dtype}, got {_checks.describe(tensor)}")
+            if name != "values" and (tensor.shape != rows or tensor.device != first.values.device):
+                raise ValueError(f"partials[{i}].{name}: expected shape {tuple(rows)}, got {_checks.describe(tensor)}")
+    _checks.check_k(first.values.shape[1])
+
+
+def _merge(
+    partials: Sequence[PartialTopk], form: str, eps: float, min_competitors: int, backend: str
+) -> tuple[TopkStats, Tensor]:
+    _check_partials(partials)
+    include_top1 = _checks.check_score(form, eps, min_competitors)
+    device, rows = partials[0].values.device, partials[0].values.shape[0]
+    stats = empty_stats(rows, device)
+    scores = torch.empty(rows, dtype=torch.float32, device=device)
+    stacked = [torch.stack(field) for field in zip(*partials, strict=True)]
+    _backends.ops_for(backend, device).merge_partials(*stacked, include_top1, eps, min_competitors, *stats, scores)
+    return stats, scores
+
+
+def merge_partials(partials: Sequence[PartialTopk], *, backend: Backend = "auto") -> TopkStats:
+    """Statistics of the whole vocabulary from its shards' :func:`partial_topk`.
+
+    Parameters
+    ----------
+    partials : sequence of PartialTopk
+        One per shard, in any order, all of the same N and k. Together the shards must hold at least k valid columns.
+
+    Returns
+    -------
+    TopkStats
+        As :func:`topk_stats` of the unsharded logits: all fields bit-equal but ``lse``, which is within 1e-6.
+    """
+    return _merge(partials, "exclude_top1", 1e-6, 8, backend)[0]
+
+
+def partials_separability(
+    partials: Sequence[PartialTopk],
+    *,
+    form: Form = "exclude_top1",
+    eps: float = 1e-6,
+    min_competitors: int = 8,
+    backend: Backend = "auto",
+) -> Tensor:
+    """Separability float32 [N] from the shards' partials; bit-equal to :func:`token_separability` of the whole row."""
+    return _merge(partials, form, eps, min_competitors, backend)[1]

@@ -1,0 +1,243 @@
+"""Every op as a torch op: schemas, opcheck, torch.compile, and the errors of the public layer; for every backend here."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from separability_cases import ALL_POOLS, edge_batch
+
+import speceyes_kernels as sk
+from speceyes_kernels._backends import ops
+from speceyes_kernels._schemas import SEPARABILITY_SCHEMAS
+
+NAMESPACES = {"reference": "speceyes_reference", "cpu": "speceyes"}
+
+
+def op_calls(backend: str):
+    """One call of every op, small and on the CPU: name -> arguments."""
+    x = edge_batch(96, torch.float32)
+    n, k, p = x.shape[0], 16, [0, 1, 2, 3, 4]
+    f, i = lambda *s: torch.zeros(s), lambda *s: torch.zeros(s, dtype=torch.int64)  # noqa: E731
+    count = torch.zeros(n, dtype=torch.int32)
+    score = (k, 90, False, 1e-6, 8)
+    state = lambda: (torch.zeros(3, 2, dtype=torch.float64), f(3, 2), torch.zeros(3, 2, dtype=torch.int32), f(3, 9))  # noqa: E731
+    slots = torch.arange(n) % 4 - 1
+    cu = torch.tensor([0, 5, 5, n])
+    keep = torch.arange(n) % 3 > 0
+    return {
+        "topk_stats": (x, k, 90, f(n), i(n), f(n), f(n), f(n), count),
+        "token_separability": (x, *score, f(n)),
+        "answer_separability": (x, cu, keep, *score, p, 0.2, False, f(n, 2), f(5, 3)),
+        "pool_update": (x, slots, keep, *score, *state(), f(n, 2)),
+        "pool_update_scores": (f(n), None, slots, None, *state()),
+        "pool_read": (*state(), None, p, 0.2, True, f(5, 3)),
+        "partial_topk": (x, k, 90, 1000, f(n, k), i(n), f(n)),
+        "merge_partials": (f(2, n, k), i(2, n), f(2, n), True, 1e-6, 8, f(n), i(n), f(n), f(n), f(n), count, f(n)),
+    }
+
+
+@pytest.mark.parametrize("backend", list(NAMESPACES))
+def test_schemas_are_the_contract(backend):
+    table = ops(backend)
+    for name, schema in SEPARABILITY_SCHEMAS.items():
+        ours = torch._C.parse_schema(f"{NAMESPACES[backend]}::{name}{schema}")
+        assert str(getattr(table, name)._schema) == str(ours)
+
+
+@pytest.mark.parametrize("name", list(SEPARABILITY_SCHEMAS))
+@pytest.mark.parametrize("backend", list(NAMESPACES))
+def test_opcheck(backend, name):
+    torch.library.opcheck(getattr(ops(backend), name), op_calls(backend)[name])
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_compile_fullgraph_gives_the_same(backend):
+    x = edge_batch(96, torch.float32)
+    cu = torch.tensor([0, 4, x.shape[0]])
+    slots = torch.arange(x.shape[0]) % 3
+
+    def everything(x, cu, slots):
+        pool = sk.SeparabilityPool(3, max_tokens=20, backend=backend)
+        records = pool.update(x, slots)
+        parts = [sk.partial_topk(x[:, :50], offset=0, backend=backend), sk.partial_topk(x[:, 50:], offset=50)]
+        return (
+            *sk.topk_stats(x, backend=backend),
+            sk.token_separability(x, backend=backend),
+            sk.answer_separability(x, cu, pool=ALL_POOLS, backend=backend),
+            records,
+            pool.read(),
+            *sk.merge_partials(parts, backend=backend),
+            sk.accept(sk.token_separability(x, backend=backend), 0.98),
+        )
+
+    eager = everything(x, cu, slots)
+    compiled = torch.compile(everything, fullgraph=True)(x, cu, slots)
+    for a, b in zip(eager, compiled, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+LOGITS = torch.zeros(3, 100)
+CU = torch.tensor([0, 3])
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda: sk.topk_stats([1.0]), TypeError, r"logits: expected a 2-D float tensor, got list"),
+        (
+            lambda: sk.topk_stats(LOGITS.long()),
+            TypeError,
+            r"logits: expected a 2-D float tensor, got a 2-D int64 tensor",
+        ),
+        (lambda: sk.topk_stats(LOGITS.double()), TypeError, r"convert to float32"),
+        (
+            lambda: sk.topk_stats(LOGITS[0]),
+            ValueError,
+            r"expected a 2-D float tensor, got a 1-D float32 tensor of shape",
+        ),
+        (lambda: sk.topk_stats(LOGITS, 1), ValueError, r"k: expected an int in 2..256, got 1"),
+        (lambda: sk.topk_stats(LOGITS, 257), ValueError, r"k: expected an int in 2..256, got 257"),
+        (lambda: sk.topk_stats(LOGITS, 64.0), TypeError, r"k: expected an int"),
+        (lambda: sk.topk_stats(LOGITS, 101), ValueError, r"k: expected at most the valid vocabulary \(100\), got 101"),
+        (lambda: sk.topk_stats(LOGITS, valid_vocab=63), ValueError, r"k: expected at most the valid vocabulary \(63\)"),
+        (lambda: sk.topk_stats(LOGITS, valid_vocab=101), ValueError, r"valid_vocab: expected 1..100"),
+        (lambda: sk.topk_stats(LOGITS, valid_vocab=0), ValueError, r"valid_vocab: expected 1..100"),
+        (lambda: sk.topk_stats(LOGITS, backend="gpu"), ValueError, r"backend: expected 'auto' or one of"),
+        (lambda: sk.topk_stats(torch.zeros(1, 2**20 + 1)), ValueError, r"at most 1048576 columns"),
+        (lambda: sk.token_separability(LOGITS, form="paper"), ValueError, r"form: expected 'exclude_top1'"),
+        (lambda: sk.token_separability(LOGITS, eps=0.0), ValueError, r"eps: expected a finite number > 0"),
+        (lambda: sk.token_separability(LOGITS, eps=math.nan), ValueError, r"eps: expected a finite number > 0"),
+        (
+            lambda: sk.token_separability(LOGITS, min_competitors=0),
+            ValueError,
+            r"min_competitors: expected an int >= 1",
+        ),
+        (
+            lambda: sk.token_separability(LOGITS, out=torch.zeros(4)),
+            ValueError,
+            r"out: expected a contiguous tensor of",
+        ),
+        (lambda: sk.token_separability(LOGITS, out=torch.zeros(6)[::2]), ValueError, r"not contiguous"),
+        (
+            lambda: sk.token_separability(LOGITS, out=torch.zeros(3).half()),
+            TypeError,
+            r"out: expected dtype torch.float32",
+        ),
+        (lambda: sk.answer_separability(LOGITS, CU, pool="median"), ValueError, r"pool: expected names among"),
+        (lambda: sk.answer_separability(LOGITS, CU, pool=()), ValueError, r"pool: expected at least one"),
+        (lambda: sk.answer_separability(LOGITS, CU, pool=("min", "min")), ValueError, r"pool: expected each name once"),
+        (
+            lambda: sk.answer_separability(LOGITS, torch.tensor([0, 4])),
+            ValueError,
+            r"cu_seqlens: expected to rise from 0",
+        ),
+        (
+            lambda: sk.answer_separability(LOGITS, torch.tensor([0, 2, 1, 3])),
+            ValueError,
+            r"cu_seqlens: expected to rise",
+        ),
+        (lambda: sk.answer_separability(LOGITS, torch.tensor([0.0, 3.0])), TypeError, r"cu_seqlens: expected an int32"),
+        (
+            lambda: sk.answer_separability(LOGITS, CU, token_mask=torch.ones(3)),
+            TypeError,
+            r"token_mask: expected a bool",
+        ),
+        (
+            lambda: sk.answer_separability(LOGITS, CU, token_mask=torch.ones(2) > 0),
+            ValueError,
+            r"token_mask: expected a",
+        ),
+        (
+            lambda: sk.answer_separability(LOGITS, CU, bottom_share=0.0),
+            ValueError,
+            r"bottom_share: expected a number in",
+        ),
+        (lambda: sk.answer_separability(LOGITS, CU, bottom_rounding="up"), ValueError, r"bottom_rounding: expected"),
+        (lambda: sk.partial_topk(LOGITS, offset=-1), ValueError, r"offset: expected an int >= 0, got -1"),
+        (lambda: sk.merge_partials([]), ValueError, r"partials: expected a non-empty list of PartialTopk"),
+        (
+            lambda: sk.merge_partials(sk.partial_topk(LOGITS, offset=0)),
+            ValueError,
+            r"partials: expected a non-empty list",
+        ),
+        (
+            lambda: sk.merge_partials([sk.partial_topk(LOGITS, 8, offset=0), sk.partial_topk(LOGITS, 9, offset=100)]),
+            ValueError,
+            r"partials\[1\].values: expected the shape",
+        ),
+        (lambda: sk.SeparabilityPool(0, max_tokens=1), ValueError, r"num_slots: expected an int >= 1, got 0"),
+        (lambda: sk.SeparabilityPool(1, max_tokens=True), TypeError, r"max_tokens: expected an int >= 1"),
+        (lambda: sk.SeparabilityPool(1, max_tokens=1, pools=("min", "x")), ValueError, r"pools: expected names among"),
+    ],
+)
+def test_errors_say_what_was_given_and_expected(call, error, text):
+    with pytest.raises(error, match=text):
+        call()
+
+
+def test_pool_errors_change_nothing():
+    pool = sk.SeparabilityPool(4, max_tokens=2)
+    pool.update(LOGITS, torch.tensor([0, 1, 2]))
+    before = [t.clone() for t in (pool.sums, pool.mins, pool.counts, pool.scores)]
+    slots = torch.tensor([0, 1, 2])
+    for call, error, text in [
+        (
+            lambda: pool.update(LOGITS, torch.tensor([0, 1, 4])),
+            ValueError,
+            r"slots: expected values in -1..3, got 0..4",
+        ),
+        (lambda: pool.update(LOGITS, torch.tensor([0, 1, -2])), ValueError, r"slots: expected values in -1..3"),
+        (lambda: pool.update(LOGITS, torch.tensor([0, 1])), ValueError, r"slots: expected a tensor of shape \(3,\)"),
+        (lambda: pool.update(LOGITS, slots.float()), TypeError, r"slots: expected an int32 or int64 tensor"),
+        (lambda: pool.update(LOGITS, slots, slots), TypeError, r"accepted: expected a bool tensor"),
+        (lambda: pool.update(LOGITS[:, :50], slots), ValueError, r"k: expected at most the valid vocabulary \(50\)"),
+        (lambda: pool.update_scores(torch.zeros(3), slots), ValueError, r"logprobs: expected float32 \[N\] because"),
+        (lambda: pool.update_scores(torch.zeros(3).double(), slots), ValueError, r"logprobs"),
+        (
+            lambda: pool.update_scores(torch.zeros(3), slots, logprobs=torch.zeros(2)),
+            ValueError,
+            r"logprobs: expected a 1-D tensor",
+        ),
+        (lambda: pool.read(torch.tensor([-1])), ValueError, r"slots: expected values in 0..3"),
+        (lambda: pool.reset(torch.tensor([7])), ValueError, r"slots: expected values in 0..3"),
+        (lambda: pool.read(pools="mode"), ValueError, r"pools: expected names among"),
+    ]:
+        with pytest.raises(error, match=text):
+            call()
+    for a, b in zip(before, (pool.sums, pool.mins, pool.counts, pool.scores), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_no_rows(backend):
+    empty = LOGITS[:0]
+    assert all(t.shape == (0,) for t in sk.topk_stats(empty, backend=backend))
+    assert sk.token_separability(empty, backend=backend).shape == (0,)
+    out = sk.answer_separability(empty, torch.tensor([0, 0, 0]), pool=ALL_POOLS, backend=backend)
+    assert out.tolist() == [[-math.inf] * 2] * 5
+    assert sk.answer_separability(empty, torch.tensor([0]), backend=backend).shape == (0,)
+    pool = sk.SeparabilityPool(2, max_tokens=3, backend=backend)
+    assert pool.update(empty, torch.zeros(0, dtype=torch.int32)).shape == (0, 2)
+    part = sk.partial_topk(empty, offset=0, backend=backend)
+    assert sk.merge_partials([part], backend=backend).top1.shape == (0,)
+
+
+def test_unavailable_backend_says_why_and_auto_falls_back(monkeypatch):
+    from speceyes_kernels import _backends
+
+    monkeypatch.setattr(_backends, "_loaded", {})
+    monkeypatch.setattr(_backends, "_failed", {})
+    monkeypatch.setattr(_backends, "_auto", {})
+
+    def broken():
+        raise OSError("undefined symbol: planted")
+
+    monkeypatch.setitem(_backends._LOADERS, "cpu", broken)
+    with pytest.raises(sk.BackendUnavailable, match="'cpu' cannot load.*undefined symbol: planted") as caught:
+        sk.topk_stats(LOGITS, backend="cpu")
+    assert isinstance(caught.value.__cause__, OSError)
+    assert "cpu" not in sk.available_backends() and "planted" in sk.unavailable_reason("cpu")
+    with pytest.warns(RuntimeWarning, match="falls back to its slow reference backend.*planted"):
+        sk.topk_stats(LOGITS)
