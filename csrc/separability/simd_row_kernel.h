@@ -1,0 +1,358 @@
+// The row kernel over a vector type V (simd_*.h): one streaming pass, then the selection of the top k from the block
+// maxima. Included by the instruction-set units only; everything has internal linkage, and nothing of the C++ library
+// is instantiated here (see separability_cpu_kernels.h).
+#pragma once
+#include <cstdint>
+#include <cstring>
+
+#include "separability_cpu_kernels.h"
+#include "simd_elements.h"
+
+namespace speceyes::separability {
+namespace {
+
+template <class V>
+struct RowKernel {
+  using F = typename V::F;
+  static constexpr int kVectors = V::kBlockVectors;
+  static constexpr int kGroupBlocks = 8;
+  static constexpr int kGroup = kGroupBlocks * kBlock;
+  static constexpr int64_t kPrefetchBytes = 4096;  // the hardware's prefetcher stops at a page
+  // Sums of exp(x - ref) stay finite for x up to ref + this.
+  static constexpr float kHeadroom = 64.f;
+
+  SPECEYES_INLINE bool finite(float x) { return __builtin_fabsf(x) < __builtin_huge_valf(); }
+
+  // exp(x - ref) = p * scale. |p * scale / exp - 1| < 2e-7; below ref - 87 it stays at exp(-87); NaN stays NaN (scale
+  // may be anything then, so it is multiplied, not added to the exponent of p).
+  SPECEYES_INLINE F exp_minus(F x, F ref, F& scale) {
+    const F magic = V::set1(12582912.f + 127.f);  // 1.5 * 2^23 + the exponent's bias
+    const F d = V::max(V::set1(-87.f), V::sub(x, ref));
+    const F shifted = V::fma(d, V::set1(1.44269504f), magic);
+    scale = V::bits_to_exponent(shifted);
+    const F r = V::fnma(V::sub(shifted, magic), V::set1(0.693147182f), d);  // float(ln 2) is off by 3e-9 only
+    // Minimax for the relative error on |r| <= ln(2) / 2, the first two coefficients held at 1: 1.1e-7.
+    F p = V::fma(V::set1(0x1.106250p-7f), r, V::set1(0x1.572a64p-5f));
+    p = V::fma(p, r, V::set1(0x1.5557b0p-3f));
+    p = V::fma(p, r, V::set1(0x1.fffdfcp-2f));
+    p = V::fma(p, r, V::set1(1.f));
+    return V::fma(p, r, V::set1(1.f));
+  }
+
+  // Sum of exp over one block, in pairs, then a tree.
+  SPECEYES_INLINE F block_sum(const F (&v)[kVectors], F ref) {
+    F pair[kVectors / 2];
+    for (int i = 0; i < kVectors / 2; i++) {
+      F s0, s1;
+      const F p0 = exp_minus(v[2 * i], ref, s0);
+      const F p1 = exp_minus(v[2 * i + 1], ref, s1);
+      pair[i] = V::fma(p1, s1, V::mul(p0, s0));
+    }
+    for (int n = kVectors / 4; n > 0; n /= 2)
+      for (int i = 0; i < n; i++) pair[i] = V::add(pair[i], pair[i + n]);
+    return pair[0];
+  }
+
+  SPECEYES_INLINE F block_max(const F (&v)[kVectors]) {
+    F m[kVectors / 2];
+    for (int i = 0; i < kVectors / 2; i++) m[i] = V::max(v[2 * i], v[2 * i + 1]);
+    for (int n = kVectors / 4; n > 0; n /= 2)
+      for (int i = 0; i < n; i++) m[i] = V::max(m[i], m[i + n]);
+    return m[0];
+  }
+
+  template <class T>
+  SPECEYES_INLINE void prefetch(const T* p) {
+    for (size_t line = 0; line < kBlock * sizeof(T); line += 64)
+      __builtin_prefetch(reinterpret_cast<const char*>(p) + kPrefetchBytes + line, 0, 3);
+  }
+
+  // Maxima and sum of `groups` groups. Right when no element exceeds ref by more than kHeadroom and ref is finite.
+  template <class T>
+  static double sum_pass(const T* p, int groups, float ref, float* maxima) {
+    const F r = V::set1(ref);
+    F total = V::set1(0.f);
+    for (int g = 0; g < groups; g++, p += kGroup, maxima += kGroupBlocks) {
+      F m[kGroupBlocks];
+      F sum = V::set1(0.f);
+#pragma GCC unroll 8
+      for (int b = 0; b < kGroupBlocks; b++) {
+        F v[kVectors];
+        prefetch(p + b * kBlock);
+        V::load_block(p + b * kBlock, v);
+        m[b] = block_max(v);
+        sum = V::add(sum, block_sum(v, r));
+      }
+      V::store_max8(maxima, m);
+      total = V::add(total, sum);
+    }
+    return V::hsum(total);
+  }
+
+  // Maxima only; true when there is a NaN.
+  template <class T>
+  static bool max_pass(const T* p, int groups, float* maxima) {
+    typename V::NanFlag nan = V::no_nan();
+    for (int g = 0; g < groups; g++, p += kGroup, maxima += kGroupBlocks) {
+      F m[kGroupBlocks];
+#pragma GCC unroll 8
+      for (int b = 0; b < kGroupBlocks; b++) {
+        F v[kVectors];
+        prefetch(p + b * kBlock);
+        V::load_block(p + b * kBlock, v);
+        for (int i = 0; i < kVectors; i += 2) nan = V::note_nan(nan, v[i], v[i + 1]);
+        m[b] = block_max(v);
+      }
+      V::store_max8(maxima, m);
+    }
+    return V::any_nan(nan);
+  }
+
+  SPECEYES_INLINE float maximum(const float* x, int64_t n) {  // n: a multiple of the lanes, > 0
+    F m = V::load(x);
+    for (int64_t i = V::kLanes; i < n; i += V::kLanes) m = V::max(V::load(x + i), m);
+    return V::hmax(m);
+  }
+
+  // `maxima` holds -inf past the groups.
+  template <class T>
+  static ChunkSum chunk(const T* p, int groups, bool with_exp, float* maxima) {
+    if (with_exp) {
+      // The first block's maximum is close to the chunk's, and a function of the data alone: one pass does for nearly
+      // every chunk.
+      F v[kVectors];
+      V::load_block(p, v);
+      const float ref = V::hmax(block_max(v));
+      if (finite(ref)) {
+        const double sum = sum_pass(p, groups, ref, maxima);
+        if (maximum(maxima, kChunkBlocks) - ref <= kHeadroom) return {sum, ref};
+      }
+    }
+    const bool nan = max_pass(p, groups, maxima);
+    const float top = maximum(maxima, kChunkBlocks);
+    if (nan) return {__builtin_nan(""), 0.};
+    if (top == -__builtin_huge_valf()) return {0., top};
+    if (!with_exp || !finite(top)) return {1., top};
+    return {sum_pass(p, groups, top, maxima), top};
+  }
+
+  // Columns [begin, begin + n) as a contiguous run, padded with -inf to whole groups: p itself or a copy in `buffer`.
+  template <class T>
+  SPECEYES_INLINE const T* contiguous(const T* p, int64_t stride, int64_t n, int64_t padded, T* buffer) {
+    if (stride == 1 && n == padded) return p;
+    if (stride == 1)
+      memcpy(buffer, p, size_t(n) * sizeof(T));
+    else
+      for (int64_t i = 0; i < n; i++) buffer[i] = p[i * stride];
+    for (int64_t i = n; i < padded; i++) buffer[i] = NegInf<T>::value();
+    return buffer;
+  }
+
+  template <class T>
+  static void stream_as(const RowView& row, int64_t begin, int64_t end, bool with_exp, float* maxima, ChunkSum* sums) {
+    alignas(64) T buffer[kChunk];
+    for (int64_t c = begin; c < end; c++) {
+      const int64_t first = c * kChunk, left = row.vocab - first, n = left < kChunk ? left : kChunk;
+      const int groups = int((n + kGroup - 1) / kGroup);
+      const T* p = static_cast<const T*>(row.data) + first * row.col_stride;
+      p = contiguous(p, row.col_stride, n, int64_t(groups) * kGroup, buffer);
+      float* out = maxima + c * kChunkBlocks;
+      for (int64_t b = int64_t(groups) * kGroupBlocks; b < kChunkBlocks; b++) out[b] = -__builtin_huge_valf();
+      sums[c] = chunk(p, groups, with_exp, out);
+    }
+  }
+
+  // ---- selection --------------------------------------------------------------------------------------------------
+  // Order-preserving integers of floats, and back.
+  SPECEYES_INLINE int64_t order(float x) {
+    const int32_t b = int32_t(as_bits(x));
+    return b ^ ((b >> 31) & 0x7fffffff);
+  }
+  SPECEYES_INLINE float unorder(int64_t key) {
+    const int32_t b = int32_t(key);
+    return as_float(uint32_t(b ^ ((b >> 31) & 0x7fffffff)));
+  }
+
+  // The k-th largest of x[0 .. n), n a multiple of the lanes (padded with -inf), 0 < k <= n. Bisection over the order
+  // of floats: it ends early once a threshold parts exactly k values from the rest, and ties cost it nothing.
+  static float kth_largest(const float* x, int64_t n, int64_t k) {
+    F lo_v = V::load(x), hi_v = lo_v;
+    for (int64_t i = V::kLanes; i < n; i += V::kLanes) {
+      const F v = V::load(x + i);
+      lo_v = V::min(lo_v, v);
+      hi_v = V::max(hi_v, v);
+    }
+    int64_t lo = order(V::hmin(lo_v)), hi = order(V::hmax(hi_v));
+    while (lo < hi) {
+      const int64_t mid = lo + (hi - lo + 1) / 2;
+      const float at = unorder(mid);
+      const F t = V::set1(at);
+      typename V::Count c = V::zero_count();
+      for (int64_t i = 0; i < n; i += V::kLanes) c = V::count_ge(c, V::load(x + i), t);
+      const int64_t count = V::total(c);
+      if (count == k) return min_at_least(x, n, at);
+      if (count > k)
+        lo = mid;
+      else
+        hi = mid - 1;
+    }
+    return unorder(lo);
+  }
+
+  SPECEYES_INLINE float min_at_least(const float* x, int64_t n, float at) {
+    float m = __builtin_huge_valf();
+    for (int64_t i = 0; i < n; i += V::kLanes) {
+      unsigned bits = ~V::mask_gt(V::set1(at), V::load(x + i)) & ((1u << V::kLanes) - 1);
+      for (; bits != 0; bits &= bits - 1) {
+        const float v = x[i + __builtin_ctz(bits)];
+        if (v < m) m = v;
+      }
+    }
+    return m;
+  }
+
+  // Appends to out (which may be x) the values above t of x[0 .. n), n a multiple of the lanes.
+  SPECEYES_INLINE int64_t keep_above(const float* x, int64_t n, float t, float* out, int64_t count) {
+    const F tv = V::set1(t);
+    for (int64_t i = 0; i < n; i += V::kLanes)
+      for (unsigned bits = V::mask_gt(V::load(x + i), tv); bits != 0; bits &= bits - 1) out[count++] = x[i + __builtin_ctz(bits)];
+    return count;
+  }
+
+  // -inf up to a whole vector.
+  SPECEYES_INLINE int64_t pad(float* x, int64_t n) {
+    for (; n % V::kLanes != 0; n++) x[n] = -__builtin_huge_valf();
+    return n;
+  }
+
+  // A lower bound of the k-th largest value of the row, below which no block matters: the k-th largest block maximum.
+  static float kth_block(const float* maxima, int64_t blocks, int k, float* buffer) {
+    constexpr int kFold = kChunkBlocks / V::kLanes;
+    if (blocks < k) return -__builtin_huge_valf();
+    if (blocks < int64_t(k) * kFold) return kth_largest(maxima, blocks, k);
+    // Maxima of kFold maxima first: only blocks above their k-th largest are left to look at.
+    int64_t n = 0;
+    for (int64_t i = 0; i < blocks; i += kChunkBlocks, n += V::kLanes) {
+      F m = V::load(maxima + i);
+      for (int j = 1; j < kFold; j++) m = V::max(m, V::load(maxima + i + j * V::kLanes));
+      V::store(buffer + n, m);
+    }
+    const float t = kth_largest(buffer, n, k);
+    n = keep_above(maxima, blocks, t, buffer, 0);
+    return n < k ? t : kth_largest(buffer, pad(buffer, n), k);
+  }
+
+  // Sorts n <= kMaxK values above -inf by counting the larger ones.
+  static void sort_descending(float* x, int64_t n, float* out) {
+    const int64_t padded = pad(x, n);
+    for (int64_t i = 0; i < n; i++) out[i] = -__builtin_huge_valf();
+    for (int64_t i = 0; i < n; i++) {
+      const F v = V::set1(x[i]);
+      typename V::Count c = V::zero_count();
+      for (int64_t j = 0; j < padded; j += V::kLanes) c = V::count_gt(c, V::load(x + j), v);
+      out[V::total(c)] = x[i];
+    }
+    for (int64_t i = 1; i < n; i++)  // equal values met in one place: fill the rest of theirs
+      if (out[i] == -__builtin_huge_valf()) out[i] = out[i - 1];
+  }
+
+  // The k largest of the n values in x, all above t, then copies of t. Both buffers have room for a vector more.
+  static void finish_top_k(float* x, int64_t n, float t, int k, float* values, float* buffer) {
+    if (n > k) {
+      const int64_t padded = pad(x, n);
+      t = kth_largest(x, padded, k);
+      n = keep_above(x, padded, t, buffer, 0);
+      x = buffer;
+    }
+    sort_descending(x, n, values);
+    for (int64_t i = n; i < k; i++) values[i] = t;
+  }
+
+  template <class T>
+  static void select_as(const RowView& row, const float* maxima, int64_t chunks, int k, float* values, float* a, float* b) {
+    const T* data = static_cast<const T*>(row.data);
+    const int64_t blocks = chunks * kChunkBlocks, stride = row.col_stride;
+    const float t = kth_block(maxima, blocks, k, a);
+    int32_t hits[kMaxK];  // fewer than k blocks lie above t
+    int num_hits = 0;
+    const F tv = V::set1(t);
+    for (int64_t i = 0; i < blocks; i += V::kLanes)
+      for (unsigned bits = V::mask_gt(V::load(maxima + i), tv); bits != 0; bits &= bits - 1) {
+        const int64_t block = i + __builtin_ctz(bits);
+        hits[num_hits++] = int32_t(block);
+        prefetch_block(data + block * kBlock * stride);
+      }
+    int64_t n = 0;
+    for (int h = 0; h < num_hits; h++) {
+      const int64_t first = int64_t(hits[h]) * kBlock, left = row.vocab - first;
+      alignas(64) T copy[kBlock];
+      alignas(64) float wide[kBlock];
+      F v[kVectors];
+      V::load_block(contiguous(data + first * stride, stride, left < kBlock ? left : kBlock, kBlock, copy), v);
+      for (int i = 0; i < kVectors; i++) V::store(wide + i * V::kLanes, v[i]);
+      n = keep_above(wide, kBlock, t, a, n);
+    }
+    finish_top_k(a, n, t, k, values, b);
+  }
+
+  template <class T>
+  SPECEYES_INLINE void prefetch_block(const T* p) {
+    for (size_t line = 0; line < kBlock * sizeof(T); line += 64) __builtin_prefetch(reinterpret_cast<const char*>(p) + line);
+  }
+
+  template <class T>
+  static int64_t find_first_as(const RowView& row, const float* maxima, int64_t chunks, float value) {
+    const F v = V::set1(value);
+    for (int64_t i = 0; i < chunks * kChunkBlocks; i += V::kLanes) {
+      const unsigned bits = V::mask_eq(V::load(maxima + i), v);
+      if (bits == 0) continue;
+      int64_t column = (i + __builtin_ctz(bits)) * kBlock;
+      const T* data = static_cast<const T*>(row.data);
+      while (column < row.vocab && widen(data[column * row.col_stride]) != value) column++;
+      return column;
+    }
+    return -1;
+  }
+
+  // ---- the table --------------------------------------------------------------------------------------------------
+  static void stream(const RowView& row, int64_t begin, int64_t end, bool with_exp, float* maxima, ChunkSum* sums) {
+    switch (row.dtype) {
+      case DType::kFloat32: return stream_as<float>(row, begin, end, with_exp, maxima, sums);
+      case DType::kFloat16: return stream_as<Float16>(row, begin, end, with_exp, maxima, sums);
+      case DType::kBFloat16: return stream_as<BFloat16>(row, begin, end, with_exp, maxima, sums);
+    }
+  }
+  static void select(const RowView& row, const float* maxima, int64_t chunks, int k, float* values, float* a, float* b) {
+    switch (row.dtype) {
+      case DType::kFloat32: return select_as<float>(row, maxima, chunks, k, values, a, b);
+      case DType::kFloat16: return select_as<Float16>(row, maxima, chunks, k, values, a, b);
+      case DType::kBFloat16: return select_as<BFloat16>(row, maxima, chunks, k, values, a, b);
+    }
+  }
+  static int64_t find_first(const RowView& row, const float* maxima, int64_t chunks, float value) {
+    switch (row.dtype) {
+      case DType::kFloat32: return find_first_as<float>(row, maxima, chunks, value);
+      case DType::kFloat16: return find_first_as<Float16>(row, maxima, chunks, value);
+      case DType::kBFloat16: return find_first_as<BFloat16>(row, maxima, chunks, value);
+    }
+    return -1;
+  }
+  static void top_k(float* x, int64_t n, int k, float* values, float* buffer) {
+    finish_top_k(x, n, -__builtin_huge_valf(), k, values, buffer);
+  }
+  static float read_probe(const float* x, int64_t n) {
+    F s[8];
+    for (F& v : s) v = V::set1(0.f);
+    int64_t i = 0;
+    for (; i + 8 * V::kLanes <= n; i += 8 * V::kLanes)
+      for (int j = 0; j < 8; j++) s[j] = V::add(s[j], V::load(x + i + j * V::kLanes));
+    for (int j = 1; j < 8; j++) s[0] = V::add(s[0], s[j]);
+    double total = V::hsum(s[0]);
+    for (; i < n; i++) total += x[i];
+    return float(total);
+  }
+  static constexpr RowKernels kTable = {stream, select, find_first, top_k, read_probe};
+};
+
+}  // namespace
+}  // namespace speceyes::separability
