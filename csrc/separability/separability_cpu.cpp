@@ -49,11 +49,11 @@ bool runs_here(Isa isa) {
 }
 
 const RowKernels* row_kernels(Isa isa) {
-  switch (isa) {
-    case Isa::kAvx512: return row_kernels_avx512();
-    case Isa::kAvx2: return row_kernels_avx2();
-    default: return row_kernels_portable();
-  }
+#if defined(__x86_64__)
+  if (isa == Isa::kAvx512) return row_kernels_avx512();
+  if (isa == Isa::kAvx2) return row_kernels_avx2();
+#endif
+  return isa == Isa::kPortable ? row_kernels_portable() : nullptr;
 }
 
 Isa choose_isa() {
@@ -203,7 +203,8 @@ struct RowsJob {
       const RowView view = row(r);
       const int64_t floats = select_floats(chunks, p.k);
       kernels.select(view, maxima, chunks, p.k, values, s.at_least(s.a, floats), s.at_least(s.b, floats));
-      if (out.argmax) argmax = kernels.find_first(view, maxima, chunks, values[0]) + out.argmax_offset;
+      argmax = out.argmax_offset;  // also of a shard without columns
+      if (out.argmax && chunks > 0) argmax += kernels.find_first(view, maxima, chunks, values[0]);
     }
     write_row(r, values, argmax, lse, has_nan, p, out);
   }
