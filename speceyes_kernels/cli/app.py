@@ -1,0 +1,51 @@
+"""Subcommands, each imported only when it is run: listing them or running one never needs another's dependencies.
+
+A subcommand ``name`` is a typer function ``name`` (dashes as underscores) in ``speceyes_kernels.cli.name``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import typer
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help="Kernels for serving LLM agents on vLLM.")
+
+
+def _subcommand(name: str, summary: str, needs: str) -> None:
+    """Registers a placeholder that hands its arguments, ``--help`` too, to the real command."""
+
+    def run(context: typer.Context) -> None:
+        module_name = name.replace("-", "_")
+        try:
+            module = importlib.import_module(f".{module_name}", __package__)
+        except ImportError as error:
+            sys.exit(f"speceyes {name}: {error}\nIt needs {needs}.")
+        command = typer.Typer(add_completion=False)
+        command.command()(getattr(module, module_name))
+        typer.main.get_command(command).main(args=context.args, prog_name=f"speceyes {name}")
+
+    app.command(
+        name,
+        help=summary,
+        add_help_option=False,
+        context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    )(run)
+
+
+_subcommand(
+    "collect-env",
+    "Show what this machine, torch and build offer, and why a backend is missing.",
+    "the core package only; please report this",
+)
+_subcommand(
+    "demo",
+    "Score and gate answers inside a running vLLM, on real weights.",
+    "vLLM, gguf, matplotlib and the weights; in a checkout `make install` brings all of it",
+)
+
+
+@app.callback()
+def _group() -> None:
+    """Keeps subcommands even while there is only one."""
