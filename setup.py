@@ -361,6 +361,7 @@ class Step:
 def plan_steps(plan: Plan, objects: Path) -> list[Step]:
     cxx = os.environ.get("CXX") or "g++"
     common = [f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}", "-isystem", str(plan.torch.include)]
+    common += [f"-ffile-prefix-map={plan.torch.include}=torch"]
     if plan.cuda:
         names = ";".join(map(str, plan.archs))
         common += ["-DSPECEYES_WITH_CUDA=1", f'-DSPECEYES_CUDA_ARCHS="{names}"']
