@@ -1,0 +1,149 @@
+"""Compiles kernels against the shim into driver executables, with an object cache keyed by content."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import re
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+CSRC = ROOT / "csrc" / "separability"
+CACHE = ROOT / ".cache" / "simt"
+
+RUNTIME = ("simt_fiber.cpp", "simt_scheduler.cpp", "simt_collectives.cpp", "simt_global.cpp", "driver.cpp")
+#: Sanitizer flags of each build. The shim's runtime is compiled without them: only kernels are judged.
+MODES = {
+    "plain": [],
+    "asan": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"],
+    "tsan": ["-fsanitize=thread", "-fno-omit-frame-pointer"],
+}
+DEFINES = {"plain": [], "asan": ["-DSIMT_ASAN"], "tsan": ["-DSIMT_TSAN"]}
+
+
+@dataclass(frozen=True)
+class Patch:
+    """A planted fault: every match of `pattern` in the library file `file` is replaced; `count` matches must exist."""
+
+    file: str
+    pattern: str
+    replacement: str
+    count: int = 1
+
+
+@cache
+def compiler() -> str:
+    """Path of the host C++ compiler; RuntimeError when there is none."""
+    found = shutil.which(os.environ.get("CXX", "g++"))
+    if found is None:
+        raise RuntimeError("the SIMT shim needs g++ with C++20 (12 or later): install g++ or set CXX")
+    return found
+
+
+@cache
+def _compiler_version() -> str:
+    return subprocess.run([compiler(), "--version"], capture_output=True, text=True, check=True).stdout
+
+
+def _flags(mode: str, optimise: str) -> list[str]:
+    arch = ["-march=x86-64-v3"] if platform.machine() == "x86_64" else []
+    return ["-std=c++20", optimise, "-g1", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Wno-unused-parameter",
+            "-ffp-contract=off", "-fno-strict-aliasing", *arch, *DEFINES[mode]]  # fmt: skip
+
+
+def _headers_digest(folders: list[Path]) -> str:
+    digest = hashlib.sha256()
+    for folder in folders:
+        for path in sorted(folder.iterdir()):
+            if path.suffix in {".h", ".cuh"}:
+                digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _compile(source: Path, includes: list[Path], flags: list[str], headers: str) -> Path:
+    key = "\n".join([_compiler_version(), *flags, headers, source.name, source.read_text()])
+    target = CACHE / "objects" / f"{source.stem}-{hashlib.sha256(key.encode()).hexdigest()[:20]}.o"
+    if target.exists():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = target.with_suffix(f".{os.getpid()}.tmp")
+    command = [compiler(), *flags, *(f"-I{folder}" for folder in includes), "-x", "c++", "-c", str(source), "-o",
+               str(scratch)]  # fmt: skip
+    run = subprocess.run(command, capture_output=True, text=True)
+    if run.returncode:
+        raise RuntimeError(f"{' '.join(command)}\n{run.stderr}")
+    os.replace(scratch, target)
+    return target
+
+
+def patched_sources(patches: tuple[Patch, ...]) -> Path:
+    """Folder with the library's kernel sources, `patches` applied; the sources themselves when there are none."""
+    if not patches:
+        return CSRC
+    texts = {p.name: p.read_text() for p in sorted(CSRC.iterdir()) if p.suffix in {".h", ".cuh", ".cu"}}
+    for patch in patches:
+        texts[patch.file], found = re.subn(patch.pattern, patch.replacement, texts[patch.file])
+        if found != patch.count:
+            raise RuntimeError(f"{patch.file}: {patch.pattern!r} matches {found} times, expected {patch.count}")
+    key = hashlib.sha256("".join(f"{name}\n{text}" for name, text in texts.items()).encode()).hexdigest()[:20]
+    folder = CACHE / "patched" / key
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        scratch = folder / f"{name}.{os.getpid()}.tmp"
+        scratch.write_text(text)
+        os.replace(scratch, folder / name)
+    return folder
+
+
+def build(sources: list[Path], *, mode: str = "plain", folders: tuple[Path, ...] = (), defines: tuple[str, ...] = ()) -> Path:
+    """Driver executable with the kernels of `sources`.
+
+    Parameters
+    ----------
+    sources : list of Path
+        Kernel files (``.cu``) and their driver operations (``.cpp``).
+    mode : {"plain", "asan", "tsan"}
+        Sanitizers that the kernels are compiled with.
+    folders : tuple of Path
+        Include folders of the kernels, before the shim's own.
+    defines : tuple of str
+        Extra ``-D`` options of the kernels, such as a planted fault's name.
+
+    Returns
+    -------
+    Path
+        The executable, in ``.cache/simt``.
+
+    Raises
+    ------
+    RuntimeError
+        A compiler that is missing or that fails; the message holds its output.
+    """
+    runtime_flags = _flags(mode, "-O2")
+    kernel_flags = [*_flags(mode, "-O1" if mode != "plain" else "-O2"), *MODES[mode], *(f"-D{d}" for d in defines)]
+    shim = _headers_digest([HERE])
+    kernel_headers = _headers_digest([*folders, HERE])
+    jobs = [(HERE / name, [HERE], runtime_flags, shim) for name in RUNTIME]
+    jobs += [(source, [*folders, HERE], kernel_flags, kernel_headers) for source in sources]
+    with ThreadPoolExecutor(2) as pool:
+        objects = list(pool.map(lambda job: _compile(*job), jobs))
+    name = hashlib.sha256("\n".join([mode, *map(str, objects)]).encode()).hexdigest()[:20]
+    target = CACHE / "drivers" / f"{mode}-{name}"
+    if target.exists():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = target.with_suffix(f".{os.getpid()}.tmp")
+    # The runtime's objects come first: of a template compiled twice the linker keeps the one without sanitizers.
+    command = [compiler(), *MODES[mode], *map(str, objects), "-o", str(scratch), "-pthread"]
+    run = subprocess.run(command, capture_output=True, text=True)
+    if run.returncode:
+        raise RuntimeError(f"{' '.join(command)}\n{run.stderr}")
+    os.replace(scratch, target)
+    return target
