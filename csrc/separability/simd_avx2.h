@@ -81,19 +81,23 @@ struct Avx2 {
   }
   SPECEYES_INLINE void store_max8(float* out, const F (&m)[8]) { _mm256_storeu_ps(out, transpose_max(m)); }
 
-  // One block, widened exactly. The lane order is the dtype's own: half-width types come as even and odd columns.
-  SPECEYES_INLINE void load_block(const float* p, F (&v)[kBlockVectors]) {
-    for (int i = 0; i < kBlockVectors; i++) v[i] = _mm256_loadu_ps(p + 8 * i);
+  // Vectors I and I + 1 of the block at p (I even), widened exactly. The lane order is the dtype's own: bfloat16 comes as
+  // even and odd columns.
+  template <int I>
+  SPECEYES_INLINE void load_pair(const float* p, F& a, F& b) {
+    a = _mm256_loadu_ps(p + 8 * I);
+    b = _mm256_loadu_ps(p + 8 * I + 8);
   }
-  SPECEYES_INLINE void load_block(const BFloat16* p, F (&v)[kBlockVectors]) {
-    for (int i = 0; i < kBlockVectors / 2; i++) {
-      const __m256i w = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 16 * i));
-      v[2 * i] = _mm256_castsi256_ps(_mm256_slli_epi32(w, 16));
-      v[2 * i + 1] = _mm256_castsi256_ps(_mm256_and_si256(w, _mm256_set1_epi32(int(0xffff0000u))));
-    }
+  template <int I>
+  SPECEYES_INLINE void load_pair(const BFloat16* p, F& a, F& b) {
+    const __m256i w = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 8 * I));
+    a = _mm256_castsi256_ps(_mm256_slli_epi32(w, 16));
+    b = _mm256_castsi256_ps(_mm256_and_si256(w, _mm256_set1_epi32(int(0xffff0000u))));
   }
-  SPECEYES_INLINE void load_block(const Float16* p, F (&v)[kBlockVectors]) {
-    for (int i = 0; i < kBlockVectors; i++) v[i] = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8 * i)));
+  template <int I>
+  SPECEYES_INLINE void load_pair(const Float16* p, F& a, F& b) {
+    a = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8 * I)));
+    b = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8 * I + 8)));
   }
 };
 

@@ -87,28 +87,33 @@ struct Avx512 {
     _mm256_storeu_ps(out, _mm256_max_ps(_mm256_permute2f128_ps(b[0], b[1], 0x20), _mm256_permute2f128_ps(b[0], b[1], 0x31)));
   }
 
-  // One block, widened exactly. The lane order is the dtype's own: bfloat16 comes as even and odd columns.
-  SPECEYES_INLINE void load_block(const float* p, F (&v)[kBlockVectors]) {
-    for (int i = 0; i < kBlockVectors; i++) v[i] = _mm512_loadu_ps(p + 16 * i);
+  // Vectors I and I + 1 of the block at p (I even), widened exactly. The lane order is the dtype's own: bfloat16 comes as
+  // even and odd columns.
+  template <int I>
+  SPECEYES_INLINE void load_pair(const float* p, F& a, F& b) {
+    a = _mm512_loadu_ps(p + 16 * I);
+    b = _mm512_loadu_ps(p + 16 * I + 16);
   }
-  SPECEYES_INLINE void load_block(const BFloat16* p, F (&v)[kBlockVectors]) {
-    for (int i = 0; i < kBlockVectors / 2; i++) {
-      const __m512i w = _mm512_loadu_si512(p + 32 * i);
-      v[2 * i] = _mm512_castsi512_ps(_mm512_slli_epi32(w, 16));
-      v[2 * i + 1] = _mm512_castsi512_ps(_mm512_and_si512(w, _mm512_set1_epi32(int(0xffff0000u))));
-    }
+  template <int I>
+  SPECEYES_INLINE void load_pair(const BFloat16* p, F& a, F& b) {
+    const __m512i w = _mm512_loadu_si512(p + 16 * I);
+    a = _mm512_castsi512_ps(_mm512_slli_epi32(w, 16));
+    b = _mm512_castsi512_ps(_mm512_and_si512(w, _mm512_set1_epi32(int(0xffff0000u))));
   }
-  SPECEYES_INLINE void load_block(const Float16* p, F (&v)[kBlockVectors]) {
-    for (int i = 0; i < kBlockVectors; i++) {
+  template <int I>
+  SPECEYES_INLINE void load_pair(const Float16* p, F& a, F& b) {
+    a = widen16(p + 16 * I);
+    b = widen16(p + 16 * I + 16);
+  }
+  SPECEYES_INLINE F widen16(const Float16* p) {
 #if defined(SPECEYES_SIMDE)  // it lacks the 512-bit conversion
-      float wide[16];
-      for (int j = 0; j < 2; j++)
-        _mm256_storeu_ps(wide + 8 * j, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 16 * i + 8 * j))));
-      v[i] = _mm512_loadu_ps(wide);
+    float wide[16];
+    for (int j = 0; j < 16; j += 8)
+      _mm256_storeu_ps(wide + j, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + j))));
+    return _mm512_loadu_ps(wide);
 #else
-      v[i] = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 16 * i)));
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 #endif
-    }
   }
 };
 

@@ -11,7 +11,7 @@ namespace {
 
 struct Portable {
   typedef float F __attribute__((vector_size(16)));
-  typedef int32_t I __attribute__((vector_size(16)));
+  typedef int32_t S __attribute__((vector_size(16)));
   typedef uint32_t U __attribute__((vector_size(16)));
   typedef uint16_t H __attribute__((vector_size(8)));
   static constexpr int kLanes = 4;
@@ -43,7 +43,7 @@ struct Portable {
   // The low 9 bits of the word become sign and exponent.
   SPECEYES_INLINE F bits_to_exponent(F x) { return cast<F>(cast<U>(x) << 23); }
 
-  SPECEYES_INLINE unsigned lanes_set(I m) {
+  SPECEYES_INLINE unsigned lanes_set(S m) {
     struct Halves {
       uint64_t lo, hi;
     };
@@ -54,13 +54,13 @@ struct Portable {
   SPECEYES_INLINE unsigned mask_gt(F a, F b) { return lanes_set(a > b); }
   SPECEYES_INLINE unsigned mask_eq(F a, F b) { return lanes_set(a == b); }
 
-  using NanFlag = I;
-  SPECEYES_INLINE NanFlag no_nan() { return I{0, 0, 0, 0}; }
+  using NanFlag = S;
+  SPECEYES_INLINE NanFlag no_nan() { return S{0, 0, 0, 0}; }
   SPECEYES_INLINE NanFlag note_nan(NanFlag f, F a, F b) { return f | (a != a) | (b != b); }
   SPECEYES_INLINE bool any_nan(NanFlag f) { return lanes_set(f) != 0; }
 
-  using Count = I;
-  SPECEYES_INLINE Count zero_count() { return I{0, 0, 0, 0}; }
+  using Count = S;
+  SPECEYES_INLINE Count zero_count() { return S{0, 0, 0, 0}; }
   SPECEYES_INLINE Count count_ge(Count c, F a, F b) { return c - (a >= b); }
   SPECEYES_INLINE Count count_gt(Count c, F a, F b) { return c - (a > b); }
   SPECEYES_INLINE int64_t total(Count c) { return int64_t(c[0]) + c[1] + c[2] + c[3]; }
@@ -75,27 +75,27 @@ struct Portable {
     for (int i = 0; i < 8; i++) out[i] = hmax(m[i]);
   }
 
-  SPECEYES_INLINE void load_block(const float* p, F (&v)[kBlockVectors]) {
-    for (int i = 0; i < kBlockVectors; i++) v[i] = load(p + kLanes * i);
+  // Vectors I and I + 1 of the block at p, widened exactly.
+  template <int I, class T>
+  SPECEYES_INLINE void load_pair(const T* p, F& a, F& b) {
+    a = widen4(p + kLanes * I);
+    b = widen4(p + kLanes * I + kLanes);
+  }
+  SPECEYES_INLINE F widen4(const float* p) { return load(p); }
+  SPECEYES_INLINE F widen4(const BFloat16* p) { return cast<F>(load_half(p) << 16); }
+  SPECEYES_INLINE F widen4(const Float16* p) {
+    const U h = load_half(p), sign = (h & 0x8000u) << 16, rest = h & 0x7fffu;
+    const U normal = (rest << 13) + (112u << 23);
+    const U special = 0x7f800000u | (rest & 0x3ffu) << 13;
+    const U small = cast<U>(__builtin_convertvector(cast<S>(rest), F) * 0x1p-24f);
+    const S is_small = cast<S>(rest) < 0x0400, is_special = cast<S>(rest) >= 0x7c00;
+    return cast<F>(sign | (is_small ? small : (is_special ? special : normal)));
   }
   template <class T>
   SPECEYES_INLINE U load_half(const T* p) {
     H h;
     memcpy(&h, p, sizeof h);
     return __builtin_convertvector(h, U);
-  }
-  SPECEYES_INLINE void load_block(const BFloat16* p, F (&v)[kBlockVectors]) {
-    for (int i = 0; i < kBlockVectors; i++) v[i] = cast<F>(load_half(p + kLanes * i) << 16);
-  }
-  SPECEYES_INLINE void load_block(const Float16* p, F (&v)[kBlockVectors]) {
-    for (int i = 0; i < kBlockVectors; i++) {
-      const U h = load_half(p + kLanes * i), sign = (h & 0x8000u) << 16, rest = h & 0x7fffu;
-      const U normal = (rest << 13) + (112u << 23);
-      const U special = 0x7f800000u | (rest & 0x3ffu) << 13;
-      const U small = cast<U>(__builtin_convertvector(cast<I>(rest), F) * 0x1p-24f);
-      const I is_small = cast<I>(rest) < 0x0400, is_special = cast<I>(rest) >= 0x7c00;
-      v[i] = cast<F>(sign | (is_small ? small : (is_special ? special : normal)));
-    }
   }
 };
 

@@ -17,7 +17,7 @@ struct RowKernel {
   static constexpr int kVectors = V::kBlockVectors;
   static constexpr int kGroupBlocks = 8;
   static constexpr int kGroup = kGroupBlocks * kBlock;
-  static constexpr int64_t kPrefetchBytes = 4096;  // the hardware's prefetcher stops at a page
+  static constexpr int64_t kPrefetchBytes = 1024;
   // Sums of exp(x - ref) stay finite for x up to ref + this.
   static constexpr float kHeadroom = 64.f;
 
@@ -39,26 +39,33 @@ struct RowKernel {
     return V::fma(p, r, V::set1(1.f));
   }
 
-  // Sum of exp over one block, in pairs, then a tree.
-  SPECEYES_INLINE F block_sum(const F (&v)[kVectors], F ref) {
-    F pair[kVectors / 2];
-    for (int i = 0; i < kVectors / 2; i++) {
-      F s0, s1;
-      const F p0 = exp_minus(v[2 * i], ref, s0);
-      const F p1 = exp_minus(v[2 * i + 1], ref, s1);
-      pair[i] = V::fma(p1, s1, V::mul(p0, s0));
-    }
-    for (int n = kVectors / 4; n > 0; n /= 2)
-      for (int i = 0; i < n; i++) pair[i] = V::add(pair[i], pair[i + n]);
-    return pair[0];
+  // Vectors I and up of a block: their maximum into m, their exp onto two sums.
+  template <int I, class T>
+  SPECEYES_INLINE void max_and_sum(const T* p, F ref, F& m, F& sum0, F& sum1) {
+    F v0, v1, s0, s1;
+    V::template load_pair<I>(p, v0, v1);
+    const F both = V::max(v0, v1);
+    m = I == 0 ? both : V::max(m, both);
+    const F p0 = exp_minus(v0, ref, s0);
+    const F p1 = exp_minus(v1, ref, s1);
+    sum0 = V::fma(p0, s0, sum0);
+    sum1 = V::fma(p1, s1, sum1);
+    if constexpr (I + 2 < kVectors) max_and_sum<I + 2>(p, ref, m, sum0, sum1);
   }
 
-  SPECEYES_INLINE F block_max(const F (&v)[kVectors]) {
-    F m[kVectors / 2];
-    for (int i = 0; i < kVectors / 2; i++) m[i] = V::max(v[2 * i], v[2 * i + 1]);
-    for (int n = kVectors / 4; n > 0; n /= 2)
-      for (int i = 0; i < n; i++) m[i] = V::max(m[i], m[i + n]);
-    return m[0];
+  template <int I, int N, class T>
+  SPECEYES_INLINE void max_and_nan(const T* p, F& m, typename V::NanFlag& nan) {
+    if constexpr (N == 2) {
+      F v0, v1;
+      V::template load_pair<I>(p, v0, v1);
+      m = V::max(v0, v1);
+      nan = V::note_nan(nan, v0, v1);
+    } else {
+      F m1;
+      max_and_nan<I, N / 2>(p, m, nan);
+      max_and_nan<I + N / 2, N / 2>(p, m1, nan);
+      m = V::max(m, m1);
+    }
   }
 
   template <class T>
@@ -69,39 +76,33 @@ struct RowKernel {
 
   // Maxima and sum of `groups` groups. Right when no element exceeds ref by more than kHeadroom and ref is finite.
   template <class T>
-  static double sum_pass(const T* p, int groups, float ref, float* maxima) {
+  static __attribute__((noinline)) double sum_pass(const T* p, int groups, float ref, float* maxima) {
     const F r = V::set1(ref);
     F total = V::set1(0.f);
-    for (int g = 0; g < groups; g++, p += kGroup, maxima += kGroupBlocks) {
+    for (int g = 0; g < groups; g++, maxima += kGroupBlocks) {
       F m[kGroupBlocks];
-      F sum = V::set1(0.f);
-#pragma GCC unroll 8
-      for (int b = 0; b < kGroupBlocks; b++) {
-        F v[kVectors];
-        prefetch(p + b * kBlock);
-        V::load_block(p + b * kBlock, v);
-        m[b] = block_max(v);
-        sum = V::add(sum, block_sum(v, r));
+      F sum0 = V::set1(0.f), sum1 = V::set1(0.f);
+#pragma GCC unroll 1
+      for (int b = 0; b < kGroupBlocks; b++, p += kBlock) {
+        prefetch(p);
+        max_and_sum<0>(p, r, m[b], sum0, sum1);
       }
       V::store_max8(maxima, m);
-      total = V::add(total, sum);
+      total = V::add(total, V::add(sum0, sum1));
     }
     return V::hsum(total);
   }
 
   // Maxima only; true when there is a NaN.
   template <class T>
-  static bool max_pass(const T* p, int groups, float* maxima) {
+  static __attribute__((noinline)) bool max_pass(const T* p, int groups, float* maxima) {
     typename V::NanFlag nan = V::no_nan();
-    for (int g = 0; g < groups; g++, p += kGroup, maxima += kGroupBlocks) {
+    for (int g = 0; g < groups; g++, maxima += kGroupBlocks) {
       F m[kGroupBlocks];
 #pragma GCC unroll 8
-      for (int b = 0; b < kGroupBlocks; b++) {
-        F v[kVectors];
-        prefetch(p + b * kBlock);
-        V::load_block(p + b * kBlock, v);
-        for (int i = 0; i < kVectors; i += 2) nan = V::note_nan(nan, v[i], v[i + 1]);
-        m[b] = block_max(v);
+      for (int b = 0; b < kGroupBlocks; b++, p += kBlock) {
+        prefetch(p);
+        max_and_nan<0, kVectors>(p, m[b], nan);
       }
       V::store_max8(maxima, m);
     }
@@ -120,9 +121,10 @@ struct RowKernel {
     if (with_exp) {
       // The first block's maximum is close to the chunk's, and a function of the data alone: one pass does for nearly
       // every chunk.
-      F v[kVectors];
-      V::load_block(p, v);
-      const float ref = V::hmax(block_max(v));
+      typename V::NanFlag nan = V::no_nan();
+      F m;
+      max_and_nan<0, kVectors>(p, m, nan);
+      const float ref = V::hmax(m);
       if (finite(ref)) {
         const double sum = sum_pass(p, groups, ref, maxima);
         if (maximum(maxima, kChunkBlocks) - ref <= kHeadroom) return {sum, ref};
@@ -268,6 +270,15 @@ struct RowKernel {
     for (int64_t i = n; i < k; i++) values[i] = t;
   }
 
+  template <int I, class T>
+  SPECEYES_INLINE void store_wide(const T* p, float* wide) {
+    F v0, v1;
+    V::template load_pair<I>(p, v0, v1);
+    V::store(wide + I * V::kLanes, v0);
+    V::store(wide + (I + 1) * V::kLanes, v1);
+    if constexpr (I + 2 < kVectors) store_wide<I + 2>(p, wide);
+  }
+
   template <class T>
   static void select_as(const RowView& row, const float* maxima, int64_t chunks, int k, float* values, float* a, float* b) {
     const T* data = static_cast<const T*>(row.data);
@@ -287,9 +298,7 @@ struct RowKernel {
       const int64_t first = int64_t(hits[h]) * kBlock, left = row.vocab - first;
       alignas(64) T copy[kBlock];
       alignas(64) float wide[kBlock];
-      F v[kVectors];
-      V::load_block(contiguous(data + first * stride, stride, left < kBlock ? left : kBlock, kBlock, copy), v);
-      for (int i = 0; i < kVectors; i++) V::store(wide + i * V::kLanes, v[i]);
+      store_wide<0>(contiguous(data + first * stride, stride, left < kBlock ? left : kBlock, kBlock, copy), wide);
       n = keep_above(wide, kBlock, t, a, n);
     }
     finish_top_k(a, n, t, k, values, b);
