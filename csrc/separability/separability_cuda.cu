@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kThreads, 4) merge_kernel(const __grid_constan
     }
     float sum = 0.f;
     for (int64_t p = 0; p < in.shards; p++) sum += expf(LDG(in.lse + p * in.rows + row) - lse);
-    write_row(row, params, out, invalid[0] != 0, argmax, lse + logf(sum), tid,
+    write_row(row, params, out, invalid[0] != 0, argmax, (lse - best) + logf(sum), tid,
               [&](int i) { return key_value(s.sorted[i]); });
   }
   if (out.values && tid < k) {

@@ -32,11 +32,11 @@ __device__ __forceinline__ Spread spread(int first, int last, float origin, int 
   return {mean, warp_sum(squares) * share};
 }
 
-// One warp calls. value_at(i), i < k, is the sorted top k, NaN-free unless has_nan; lse may be rough in the rows whose
-// lse is known without it.
+// One warp calls. value_at(i), i < k, is the sorted top k, NaN-free unless has_nan. log_sum = lse - top1, kept apart from
+// top1 so that log p = -log_sum does not lose its digits to a large top1; it may be anything in rows whose lse is known.
 template <class ValueAt>
-__device__ __forceinline__ void write_row(int64_t row, const ScoreParams& p, const RowOut& out, bool has_nan, int64_t argmax, float lse,
-                          int lane, ValueAt value_at) {
+__device__ __forceinline__ void write_row(int64_t row, const ScoreParams& p, const RowOut& out, bool has_nan,
+                                          int64_t argmax, float log_sum, int lane, ValueAt value_at) {
   RowShape shape{0, 0, has_nan};
   for (int i = lane; i < p.k; i += 32) {
     shape.kept += value_at(i) > neg_inf();
@@ -57,15 +57,14 @@ __device__ __forceinline__ void write_row(int64_t row, const ScoreParams& p, con
     deviation = float(sqrt(others.variance));
   }
   if (has_nan) {
-    top1 = lse = quiet_nan();
+    top1 = quiet_nan();
     argmax = -1;
-  } else if (shape.pos_infs > 0 || shape.kept <= 1) {
-    lse = top1;
-  } else {
-    lse = fmaxf(lse, top1);
   }
+  log_sum = fmaxf(log_sum, 0.f);
+  const bool known = has_nan || shape.pos_infs > 0 || shape.kept <= 1;
+  const float lse = known ? top1 : top1 + log_sum;
   if (lane != 0) return;
-  const Record r = finish(shape, gap, float(scored.mean), float(sqrt(scored.variance)), top1, lse, p);
+  const Record r = finish(shape, gap, float(scored.mean), float(sqrt(scored.variance)), 0.f, log_sum, p);
   if (out.top1) out.top1[row] = top1;
   if (out.argmax) out.argmax[row] = argmax;
   if (out.mean) out.mean[row] = mean;

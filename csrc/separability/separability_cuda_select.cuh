@@ -40,7 +40,7 @@ __device__ __forceinline__ typename E::Key load_keys(const uint32_t* words, int 
 }
 
 struct RowSum {
-  float lse;
+  float log_sum;  // lse - max
   bool has_nan;
 };
 
@@ -60,7 +60,7 @@ __device__ __forceinline__ RowSum combine_chunks(const float2* chunks, int count
     if (x.x > neg_inf()) sum += x.y * expf(x.x - top);
   }
   sum = warp_sum(sum);
-  return {top + logf(sum), __ballot_sync(kAllLanes, nan) != 0};
+  return {logf(sum), __ballot_sync(kAllLanes, nan) != 0};
 }
 
 // 64 columns, two a lane; columns from `vocab` on are -inf.
@@ -81,12 +81,12 @@ struct SelectShared {
   int candidates[kMaxK];
   int num_candidates, first_block;
   typename E::Key warp_top[kWarps];
-  float lse;
+  float log_sum;
   bool has_nan;
   int64_t argmax;
 };
 
-// Fills s.top.sorted, s.argmax, s.lse, s.has_nan. Every thread calls.
+// Fills s.top.sorted, s.argmax, s.log_sum, s.has_nan. Every thread calls.
 template <class E>
 __device__ __forceinline__ void select_row(const SelectArgs& a, int64_t row, typename E::Key* keys, SelectShared<E>& s) {
   using Key = typename E::Key;
@@ -101,7 +101,7 @@ __device__ __forceinline__ void select_row(const SelectArgs& a, int64_t row, typ
   if (warp == 1) {
     const RowSum r = combine_chunks(a.ws.chunks + row * a.chunks, a.chunks, lane);
     if (lane == 0) {
-      s.lse = r.lse;
+      s.log_sum = r.log_sum;
       s.has_nan = r.has_nan;
     }
   }
@@ -114,7 +114,7 @@ __device__ __forceinline__ void select_row(const SelectArgs& a, int64_t row, typ
 
   Key bound = lowest;
   if (n >= k) {
-    bound = kth_largest<Key>(n, k, s.top.radix, [=](int64_t i, Key& key) {
+    bound = kth_largest<Key>(n, k, s.top.radix, [=](int i, Key& key) {
       key = keys[i];
       return true;
     });
@@ -170,7 +170,7 @@ __global__ void __launch_bounds__(kThreads, 3) select_kernel(const __grid_consta
   const int tid = threadIdx.x;
   select_row<E>(a, row, keys, s);
   if (tid < 32) {
-    write_row(row, a.params, a.out, s.has_nan, s.argmax + a.out.argmax_offset, s.lse, tid,
+    write_row(row, a.params, a.out, s.has_nan, s.argmax + a.out.argmax_offset, s.log_sum, tid,
               [&](int i) { return E::unkey(s.top.sorted[i]); });
   }
   if (a.out.values && tid < a.params.k) {
