@@ -21,8 +21,10 @@ class BackendUnavailable(RuntimeError):
 
 
 _loaded: dict[str, SimpleNamespace] = {}
-_failed: dict[str, BackendUnavailable] = {}
-_auto: dict[str, SimpleNamespace] = {}
+_failed: dict[str, tuple[str, BaseException | None]] = {}
+_chosen: dict[tuple[str, str], SimpleNamespace] = {}
+#: Device types that a backend's kernels take; the others take any.
+_DEVICES = {"cpu": ("cpu",), "cuda": ("cuda",)}
 
 
 def _load_reference() -> str:
@@ -78,33 +80,68 @@ def ops(backend: str) -> SimpleNamespace:
     if backend not in _LOADERS:
         raise ValueError(f"backend: expected 'auto' or one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
     if backend in _failed:
-        raise _failed[backend]
+        message, cause = _failed[backend]
+        raise BackendUnavailable(message) from cause  # a fresh one: a raised exception keeps its frames alive
     try:
-        namespace = getattr(torch.ops, _LOADERS[backend]())
-        table = SimpleNamespace(**{name: getattr(namespace, name).default for name in SEPARABILITY_SCHEMAS})
-    except BackendUnavailable as error:
-        _failed[backend] = error
-        raise
+        table = _table(_LOADERS[backend]())
     except Exception as error:
-        failure = BackendUnavailable(f"backend {backend!r} cannot load (torch {torch.__version__}): {error}")
-        failure.__cause__ = error
-        _failed[backend] = failure
-        raise failure from error
+        message, cause = _explain(backend, error)
+        _failed[backend] = message, cause
+        raise BackendUnavailable(message) from cause
     _loaded[backend] = table
     return table
 
 
+def _table(namespace: str) -> SimpleNamespace:
+    found = getattr(torch.ops, namespace)
+    return SimpleNamespace(**{name: getattr(found, name).default for name in SEPARABILITY_SCHEMAS}, namespace=namespace)
+
+
+def _explain(backend: str, error: Exception) -> tuple[str, BaseException | None]:
+    if isinstance(error, BackendUnavailable):
+        message, cause = str(error), error.__cause__
+    else:
+        message, cause = f"{type(error).__name__}: {error}", error
+    return (
+        f"backend {backend!r} cannot load (torch {torch.__version__}): {message}. "
+        f"Run 'python -m speceyes_kernels.collect_env' for details",
+        cause and cause.with_traceback(None),
+    )
+
+
 def ops_for(backend: str, device: torch.device) -> SimpleNamespace:
-    """The op overloads for tensors on ``device``; ``"auto"`` takes the fastest backend that loads."""
-    if backend != "auto":
-        return ops(backend)
-    found = _auto.get(device.type)
+    """The op overloads for tensors on ``device``; ``"auto"`` takes the fastest backend that loads.
+
+    Raises
+    ------
+    ValueError
+        Unknown name, or a backend whose kernels cannot take tensors of that device.
+    BackendUnavailable
+        The backend cannot load here.
+    """
+    if torch.compiler.is_compiling():
+        return getattr(torch.ops, _namespace_for(backend, device.type))  # one overload each: the packet is as good
+    key = backend, device.type
+    found = _chosen.get(key)
     if found is None:
-        found = _auto[device.type] = _choose(device.type)
+        found = _chosen[key] = _choose(*key)
     return found
 
 
-def _choose(device_type: str) -> SimpleNamespace:
+@torch.compiler.assume_constant_result
+def _namespace_for(backend: str, device_type: str) -> str:
+    """Keeps the loaders out of a trace: Dynamo calls this and takes the name as a constant."""
+    return _choose(backend, device_type).namespace
+
+
+def _choose(backend: str, device_type: str) -> SimpleNamespace:
+    if backend != "auto":
+        table, devices = ops(backend), _DEVICES.get(backend, (device_type,))
+        if device_type not in devices:
+            raise ValueError(
+                f"backend {backend!r}: expected tensors on {devices[0]!r}, got {device_type!r}; move them or use 'auto'"
+            )
+        return table
     wanted = {"cpu": ("cpu",), "cuda": ("cuda", "triton")}.get(device_type, ())
     reasons = []
     for name in wanted:

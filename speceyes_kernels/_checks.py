@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import math
+import numbers
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -38,37 +39,55 @@ def check_logits(logits: Tensor, name: str = "logits") -> None:
         )
 
 
-def check_k(k: int) -> None:
-    if isinstance(k, bool) or not isinstance(k, int):
-        raise TypeError(f"k: expected an int in 2..{MAX_K}, got {describe(k)}")
+def as_int(value: object, name: str, expected: str) -> int:
+    """An int from whatever is one (numpy's too); bool and float are refused."""
+    if type(value) is int:
+        return value
+    if isinstance(value, bool | Tensor) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name}: expected {expected}, got {describe(value)}")
+    return operator.index(value)
+
+
+def as_number(value: object, name: str, expected: str) -> float:
+    """A float from a real number; tensors (reading one may synchronise), bool and text are refused."""
+    if type(value) is float:
+        return value
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name}: expected {expected}, got {describe(value)}")
+    return float(value)
+
+
+def check_k(k: int) -> int:
+    k = as_int(k, "k", f"an int in 2..{MAX_K}")
     if not 2 <= k <= MAX_K:
         raise ValueError(f"k: expected an int in 2..{MAX_K}, got {k}")
+    return k
 
 
 def check_vocab(logits: Tensor, k: int, valid_vocab: int | None) -> int:
     width = logits.shape[1]
     if valid_vocab is None:
         valid_vocab = width
-    elif isinstance(valid_vocab, bool) or not isinstance(valid_vocab, int):
-        raise TypeError(f"valid_vocab: expected None or an int, got {describe(valid_vocab)}")
-    elif not 1 <= valid_vocab <= width:
-        raise ValueError(f"valid_vocab: expected 1..{width} (the columns of logits), got {valid_vocab}")
+    else:
+        valid_vocab = as_int(valid_vocab, "valid_vocab", "None or an int")
+        if not 1 <= valid_vocab <= width:
+            raise ValueError(f"valid_vocab: expected 1..{width} (the columns of logits), got {valid_vocab}")
     if k > valid_vocab:
         raise ValueError(f"k: expected at most the valid vocabulary ({valid_vocab}), got {k}; lower k")
     return valid_vocab
 
 
-def check_score(form: str, eps: float, min_competitors: int) -> bool:
-    include_top1 = _FORMS.get(form)
+def check_score(form: str, eps: float, min_competitors: int) -> tuple[bool, float, int]:
+    include_top1 = _FORMS.get(form) if isinstance(form, str) else None
     if include_top1 is None:
         raise ValueError(f"form: expected 'exclude_top1' or 'include_top1', got {form!r}")
-    if not 0.0 < eps < math.inf:
-        raise ValueError(f"eps: expected a finite number > 0, got {eps!r}")
-    if isinstance(min_competitors, bool) or not isinstance(min_competitors, int):
-        raise TypeError(f"min_competitors: expected an int >= 1, got {describe(min_competitors)}")
+    eps = as_number(eps, "eps", "a number in 1e-37..1e37")
+    if not 1e-37 <= eps <= 1e37:  # a normal float32: smaller ones flush to 0, and 0 / 0 is no score
+        raise ValueError(f"eps: expected a number in 1e-37..1e37, got {eps!r}")
+    min_competitors = as_int(min_competitors, "min_competitors", "an int >= 1")
     if min_competitors < 1:
         raise ValueError(f"min_competitors: expected an int >= 1, got {min_competitors}")
-    return include_top1
+    return include_top1, eps, min(min_competitors, MAX_K)
 
 
 def check_out(out: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, name: str = "out") -> None:
@@ -81,6 +100,8 @@ def check_out(out: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: t
             f"{name}: expected a contiguous tensor of shape {shape} on {device}, got {describe(out)}"
             + ("" if out.is_contiguous() else " (not contiguous)")
         )
+    if out.requires_grad:
+        raise ValueError(f"{name}: expected a tensor without requires_grad, got one with it; the ops have no gradient")
 
 
 def check_mask(mask: Tensor | None, rows: int, device: torch.device, name: str) -> None:
@@ -93,6 +114,8 @@ def check_mask(mask: Tensor | None, rows: int, device: torch.device, name: str) 
 
 
 def check_pools(pools: str | Sequence[str], name: str = "pool") -> list[int]:
+    if not isinstance(pools, str | list | tuple):
+        raise TypeError(f"{name}: expected a name or a list or tuple of names, got {describe(pools)}")
     names = (pools,) if isinstance(pools, str) else tuple(pools)
     known = ", ".join(map(repr, POOL_IDS))
     if not names:
@@ -106,11 +129,17 @@ def check_pools(pools: str | Sequence[str], name: str = "pool") -> list[int]:
 
 
 def check_bottom(share: float, rounding: str) -> bool:
+    share = as_number(share, "bottom_share", "a number in (0, 1]")
     if not 0.0 < share <= 1.0:
         raise ValueError(f"bottom_share: expected a number in (0, 1], got {share!r}")
     if rounding not in ("floor", "ceil"):
         raise ValueError(f"bottom_rounding: expected 'floor' or 'ceil', got {rounding!r}")
     return rounding == "ceil"
+
+
+def readable(tensor: Tensor) -> bool:
+    """Whether looking at the content is free: a real CPU tensor, not while tracing. Elsewhere the kernels guard."""
+    return type(tensor) is Tensor and tensor.is_cpu and not torch.compiler.is_compiling()
 
 
 def check_cu_seqlens(cu_seqlens: Tensor, rows: int, device: torch.device) -> None:
@@ -121,7 +150,7 @@ def check_cu_seqlens(cu_seqlens: Tensor, rows: int, device: torch.device) -> Non
             f"cu_seqlens: expected a 1-D tensor of answers + 1 entries on {device}, got {describe(cu_seqlens)}"
         )
     # On a GPU the content stays unread (it would synchronise): the kernels clamp it to 0..rows.
-    if device.type == "cpu" and not torch.compiler.is_compiling():
+    if readable(cu_seqlens):
         values = cu_seqlens.tolist()
         if values[0] != 0 or values[-1] != rows or any(a > b for a, b in itertools.pairwise(values)):
             raise ValueError(

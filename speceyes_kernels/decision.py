@@ -12,12 +12,22 @@ from ._schemas import POOL_IDS
 from .separability import Form, Pool
 
 
-def confidence(score: Tensor | float, alpha: float = 0.6) -> Tensor | float:
-    """``sigmoid(alpha * score)`` for the pools min, mean and bottom; 0 for -inf and for NaN.
+def confidence(score: Tensor | float, alpha: float = 0.6, *, pool: Pool = "min") -> Tensor | float:
+    """A pooled score as a number in [0, 1]; 0 for -inf and for NaN.
 
-    A float32 sigmoid saturates near 1: decide with :func:`accept`, which compares in score space.
+    ``sigmoid(alpha * score)`` for the pools min, mean and bottom; the score itself for log; ``exp(score)`` for
+    min_logprob. A float32 sigmoid saturates near 1: decide with :func:`accept`, which compares in score space.
     """
     _check_alpha(alpha)
+    (pool_id,) = _checks.check_pools((pool,))
+    if pool_id in (POOL_IDS["log"], POOL_IDS["min_logprob"]):
+        exact = pool_id == POOL_IDS["log"]
+        if isinstance(score, Tensor):
+            known = torch.where(score > -math.inf, score, 0.0 if exact else -math.inf)  # NaN compares false
+            return known if exact else known.exp()
+        if not score > -math.inf:
+            return 0.0
+        return float(score) if exact else math.exp(score)
     if isinstance(score, Tensor):
         return torch.sigmoid(alpha * score.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf))
     if math.isnan(score):
@@ -27,6 +37,7 @@ def confidence(score: Tensor | float, alpha: float = 0.6) -> Tensor | float:
 
 
 def _check_alpha(alpha: float) -> None:
+    alpha = _checks.as_number(alpha, "alpha", "a finite number > 0")
     if not 0.0 < alpha < math.inf:
         raise ValueError(f"alpha: expected a finite number > 0, got {alpha!r}")
 
@@ -34,6 +45,7 @@ def _check_alpha(alpha: float) -> None:
 def score_for_confidence(tau: float, alpha: float = 0.6) -> float:
     """The score whose confidence is ``tau``: ``log(tau / (1 - tau)) / alpha``; 0 and 1 give -inf and +inf."""
     _check_alpha(alpha)
+    tau = _checks.as_number(tau, "tau", "a confidence in [0, 1]")
     if not 0.0 <= tau <= 1.0:
         raise ValueError(f"tau: expected a confidence in [0, 1], got {tau!r}")
     if tau in (0.0, 1.0):
@@ -74,6 +86,7 @@ def accept(
     if isinstance(score, Tensor):
         score = score.double()  # the threshold is a float64: a float32 score is not rounded towards it
         return (score > threshold if strict else score >= threshold) & (score > -math.inf)
+    score = _checks.as_number(score, "score", "a number or a tensor")
     return bool((score > threshold if strict else score >= threshold) and score > -math.inf)
 
 

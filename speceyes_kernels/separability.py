@@ -80,13 +80,14 @@ def topk_stats(
         Wrong shape, device or range.
     """
     _checks.check_logits(logits)
-    _checks.check_k(k)
+    k = _checks.check_k(k)
     valid = _checks.check_vocab(logits, k, valid_vocab)
     if out is None:
         out = empty_stats(logits.shape[0], logits.device)
     else:
         for name, tensor, dtype in zip(TopkStats._fields, out, STATS_DTYPES, strict=True):
             _checks.check_out(tensor, (logits.shape[0],), dtype, logits.device, f"out.{name}")
+        out = TopkStats(*out)
     _backends.ops_for(backend, logits.device).topk_stats(logits, k, valid, *out)
     return out
 
@@ -123,9 +124,9 @@ def token_separability(
         float32 [N]; +inf for a forced token (exactly one finite logit), -inf where undefined, never NaN.
     """
     _checks.check_logits(logits)
-    _checks.check_k(k)
+    k = _checks.check_k(k)
     valid = _checks.check_vocab(logits, k, valid_vocab)
-    include_top1 = _checks.check_score(form, eps, min_competitors)
+    include_top1, eps, min_competitors = _checks.check_score(form, eps, min_competitors)
     if out is None:
         out = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
     else:
@@ -177,9 +178,9 @@ def answer_separability(
         float32 [answers] for one pool name, [len(pool), answers] for a sequence. An answer without tokens is -inf.
     """
     _checks.check_logits(logits)
-    _checks.check_k(k)
+    k = _checks.check_k(k)
     valid = _checks.check_vocab(logits, k, valid_vocab)
-    include_top1 = _checks.check_score(form, eps, min_competitors)
+    include_top1, eps, min_competitors = _checks.check_score(form, eps, min_competitors)
     pools = _checks.check_pools(pool)
     bottom_ceil = _checks.check_bottom(bottom_share, bottom_rounding)
     rows, device = logits.shape[0], logits.device

@@ -45,15 +45,13 @@ def partial_topk(
         To be gathered and given to :func:`merge_partials`.
     """
     _checks.check_logits(logits_shard, "logits_shard")
-    _checks.check_k(k)
-    if isinstance(offset, bool) or not isinstance(offset, int):
-        raise TypeError(f"offset: expected an int >= 0, got {_checks.describe(offset)}")
+    k = _checks.check_k(k)
+    offset = _checks.as_int(offset, "offset", "an int >= 0")
     if offset < 0:
         raise ValueError(f"offset: expected an int >= 0, got {offset}")
     rows, width = logits_shard.shape
     if valid_vocab is not None:
-        if isinstance(valid_vocab, bool) or not isinstance(valid_vocab, int):
-            raise TypeError(f"valid_vocab: expected None or an int, got {_checks.describe(valid_vocab)}")
+        valid_vocab = _checks.as_int(valid_vocab, "valid_vocab", "None or an int")
         if valid_vocab < 1:
             raise ValueError(f"valid_vocab: expected the size of the whole vocabulary, >= 1, got {valid_vocab}")
         width = max(0, min(width, valid_vocab - offset))
@@ -101,7 +99,7 @@ def _merge(
     partials: Sequence[PartialTopk], form: str, eps: float, min_competitors: int, backend: str
 ) -> tuple[TopkStats, Tensor]:
     _check_partials(partials)
-    include_top1 = _checks.check_score(form, eps, min_competitors)
+    include_top1, eps, min_competitors = _checks.check_score(form, eps, min_competitors)
     device, rows = partials[0].values.device, partials[0].values.shape[0]
     stats = empty_stats(rows, device)
     scores = torch.empty(rows, dtype=torch.float32, device=device)

@@ -27,7 +27,7 @@ class SeparabilityPool:
     max_tokens : int
         Scores kept a slot for ``bottom``; an answer with more scored tokens has ``bottom`` = -inf and is flagged by
         :meth:`overflowed`. Costs nothing unless ``bottom`` is among ``pools``.
-    pools : sequence of str
+    pools : str or sequence of str
         The pools that :meth:`read` gives, in this order.
     k, form, eps, min_competitors, valid_vocab, bottom_share, bottom_rounding, backend
         As in :func:`answer_separability`.
@@ -45,7 +45,7 @@ class SeparabilityPool:
         num_slots: int,
         *,
         max_tokens: int,
-        pools: Sequence[_sep.Pool] = ("min", "mean", "bottom", "log", "min_logprob"),
+        pools: _sep.Pool | Sequence[_sep.Pool] = "min",
         k: int = 64,
         form: _sep.Form = "exclude_top1",
         eps: float = 1e-6,
@@ -56,27 +56,29 @@ class SeparabilityPool:
         device: torch.device | str = "cpu",
         backend: _sep.Backend = "auto",
     ) -> None:
-        for name, value in (("num_slots", num_slots), ("max_tokens", max_tokens)):
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name}: expected an int >= 1, got {_checks.describe(value)}")
-            if value < 1:
-                raise ValueError(f"{name}: expected an int >= 1, got {value}")
-        _checks.check_k(k)
+        self.num_slots = _checks.as_int(num_slots, "num_slots", "an int >= 1")
+        self.max_tokens = _checks.as_int(max_tokens, "max_tokens", "an int >= 1")
+        for name in ("num_slots", "max_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected an int >= 1, got {getattr(self, name)}")
+        self.k = _checks.check_k(k)
         _checks.check_pools(pools, "pools")
-        self.num_slots, self.max_tokens = num_slots, max_tokens
+        self._default: str | tuple[str, ...] = pools if isinstance(pools, str) else tuple(pools)
         self.pools: tuple[str, ...] = (pools,) if isinstance(pools, str) else tuple(pools)
-        self.k, self.form, self.eps, self.min_competitors = k, form, eps, min_competitors
+        if valid_vocab is not None and _checks.as_int(valid_vocab, "valid_vocab", "None or an int") < self.k:
+            raise ValueError(f"valid_vocab: expected None or an int >= k ({self.k}), got {valid_vocab}")
         self.valid_vocab = valid_vocab
-        self.bottom_share, self.bottom_rounding = bottom_share, bottom_rounding
-        self._include_top1 = _checks.check_score(form, eps, min_competitors)
+        self.form, self.bottom_share, self.bottom_rounding = form, float(bottom_share), bottom_rounding
+        self._include_top1, self.eps, self.min_competitors = _checks.check_score(form, eps, min_competitors)
         self._bottom_ceil = _checks.check_bottom(bottom_share, bottom_rounding)
         self.device = torch.empty(0, device=device).device  # "cuda" -> "cuda:0", as tensors report it
         self._ops = _backends.ops_for(backend, self.device)
-        kept = max_tokens if "bottom" in self.pools else 0
-        self.sums = torch.zeros((num_slots, 2), dtype=torch.float64, device=self.device)
-        self.mins = torch.full((num_slots, 2), math.inf, dtype=torch.float32, device=self.device)
-        self.counts = torch.zeros((num_slots, 2), dtype=torch.int32, device=self.device)
-        self.scores = torch.zeros((num_slots, kept), dtype=torch.float32, device=self.device)
+        kept = self.max_tokens if "bottom" in self.pools else 0
+        with torch.inference_mode(False):  # a pool built inside inference mode must be writable outside
+            self.sums = torch.zeros((self.num_slots, 2), dtype=torch.float64, device=self.device)
+            self.mins = torch.full((self.num_slots, 2), math.inf, dtype=torch.float32, device=self.device)
+            self.counts = torch.zeros((self.num_slots, 2), dtype=torch.int32, device=self.device)
+            self.scores = torch.zeros((self.num_slots, kept), dtype=torch.float32, device=self.device)
 
     def _check_slots(self, slots: Tensor, rows: int | None, low: int) -> Tensor:
         if not isinstance(slots, Tensor) or slots.dtype not in _INT:
@@ -84,14 +86,21 @@ class SeparabilityPool:
         if slots.dim() != 1 or slots.device != self.device or (rows is not None and slots.shape[0] != rows):
             wanted = "1-D tensor" if rows is None else f"tensor of shape ({rows},)"
             raise ValueError(f"slots: expected a {wanted} on {self.device}, got {_checks.describe(slots)}")
-        # On a GPU the content stays unread (it would synchronise): slots out of range are skipped there.
-        if self.device.type == "cpu" and slots.numel() and not torch.compiler.is_compiling():
+        if slots.numel() and _checks.readable(slots):
             lowest, highest = int(slots.min()), int(slots.max())
             if lowest < low or highest >= self.num_slots:
                 raise ValueError(
-                    f"slots: expected values in {low}..{self.num_slots - 1}, got {lowest}..{highest}; -1 skips a row"
+                    f"slots: expected values in {low}..{self.num_slots - 1}, got {lowest}..{highest}"
+                    + ("; -1 skips a row" if low < 0 else "")
                 )
         return slots.contiguous()
+
+    def _selected(self, slots: Tensor) -> Tensor:
+        """bool [num_slots]: the slots that are named; names out of range (unread on a GPU) fall on a spare entry."""
+        index = self._check_slots(slots, None, -1).long()
+        index = torch.where((index >= 0) & (index < self.num_slots), index, self.num_slots)
+        selected = torch.zeros(self.num_slots + 1, dtype=torch.bool, device=self.device)
+        return selected.index_fill_(0, index, True)[:-1]
 
     def update(self, logits: Tensor, slots: Tensor, accepted: Tensor | None = None) -> Tensor:
         """Scores the rows of ``logits`` and adds them to their slots, in row order.
@@ -164,9 +173,9 @@ class SeparabilityPool:
 
         A slot without tokens is -inf in every pool.
         """
-        asked = self.pools if pools is None else pools
+        asked = self._default if pools is None else pools
+        ids = _checks.check_pools(asked, "pools")
         names = (asked,) if isinstance(asked, str) else tuple(asked)
-        ids = _checks.check_pools(names, "pools")
         missing = [p for p in names if p not in self.pools]
         if missing:
             raise ValueError(f"pools: expected names among {self.pools} (as constructed), got {missing}")
@@ -179,21 +188,19 @@ class SeparabilityPool:
         )
         return out[0] if isinstance(asked, str) else out
 
-    def overflowed(self, slots: Tensor | None = None) -> Tensor:
-        """bool: slots with more scored tokens than ``max_tokens``, whose ``bottom`` is -inf; all False without it."""
-        counts = self.counts if slots is None else self.counts[self._check_slots(slots, None, 0).long()]
-        if "bottom" not in self.pools:
-            return torch.zeros(counts.shape[0], dtype=torch.bool, device=self.device)
-        return counts[:, 1] > self.max_tokens
+    def overflowed(self) -> Tensor:
+        """bool [num_slots]: slots with more scored tokens than ``max_tokens``, whose ``bottom`` is -inf."""
+        return (self.counts[:, 1] > self.max_tokens) & ("bottom" in self.pools)
 
     def reset(self, slots: Tensor | None = None) -> None:
-        """Empties the given slots (default: all)."""
-        if slots is None:
-            self.sums.zero_()
-            self.mins.fill_(math.inf)
-            self.counts.zero_()
-            return
-        index = self._check_slots(slots, None, 0).long()
-        self.sums.index_fill_(0, index, 0.0)
-        self.mins.index_fill_(0, index, math.inf)
-        self.counts.index_fill_(0, index, 0)
+        """Empties the given slots (int32 or int64, -1 is skipped; default: all)."""
+        with torch.no_grad():
+            if slots is None:
+                self.sums.zero_()
+                self.mins.fill_(math.inf)
+                self.counts.zero_()
+                return
+            selected = self._selected(slots)[:, None]
+            self.sums.masked_fill_(selected, 0.0)
+            self.mins.masked_fill_(selected, math.inf)
+            self.counts.masked_fill_(selected, 0)

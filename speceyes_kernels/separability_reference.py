@@ -16,6 +16,7 @@ from ._schemas import POOL_IDS, SEPARABILITY_SCHEMAS
 
 NAMESPACE = "speceyes_reference"
 _INF = math.inf
+_FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 class RowTable(NamedTuple):
@@ -72,7 +73,7 @@ def row_table(
     d_mean, std = spread(1)
     mean = torch.where(count > 0, second + d_mean, math.nan)
     s_mean, s_std = spread(0) if include_top1 else (d_mean, std)
-    score = (top1 - second - s_mean) / (s_std + eps)
+    score = ((top1 - second - s_mean) / (s_std + eps)).clamp(-_FLOAT32_MAX, _FLOAT32_MAX)
     logp = torch.clamp(top1 - lse, max=0.0)
 
     one_inf = top1 == _INF
@@ -94,6 +95,14 @@ def bottom_count(n: int, share: float, ceil: bool) -> int:
     return min(n, max(1, m))
 
 
+def _total(values: list[float]) -> float:
+    """Plain float64 sum in order: from Python 3.12 on ``sum`` compensates, which a streaming pool cannot."""
+    total = 0.0
+    for value in values:
+        total += value
+    return total
+
+
 def pool_value(pool: int, scores: list[float], logps: list[float], share: float, ceil: bool) -> float:
     """One pool over an answer's token records, in row order."""
     if not scores:
@@ -104,17 +113,18 @@ def pool_value(pool: int, scores: list[float], logps: list[float], share: float,
     if pool == POOL_IDS["min_logprob"]:
         return min(logps)
     if pool == POOL_IDS["log"]:
-        return math.exp(sum(logps) / len(logps))
+        return math.exp(_total(logps) / len(logps))
     if not graded:
         return _INF
     if pool == POOL_IDS["mean"]:
-        return sum(graded) / len(graded)
+        return _total(graded) / len(graded)
     lowest = sorted(graded)[: bottom_count(len(graded), share, ceil)]
-    return sum(lowest) / len(lowest)
+    return _total(lowest) / len(lowest)
 
 
 def _record(score: float, logp: float) -> tuple[float, float]:
-    return (-_INF, -_INF) if math.isnan(score) else (score, logp)
+    """A token record made safe: undefined or NaN is rejected, log-probabilities are at most 0."""
+    return (score, min(logp, 0.0)) if score > -_INF and not math.isnan(logp) else (-_INF, -_INF)
 
 
 # ---- the ops ----------------------------------------------------------------------------------------------------------
@@ -227,5 +237,5 @@ def merge_partials(
 _LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 for _name, _schema in SEPARABILITY_SCHEMAS.items():
     _LIBRARY.define(_name + _schema)
-    _LIBRARY.impl(_name, globals()[_name], "CompositeExplicitAutograd")
+    _LIBRARY.impl(_name, torch.no_grad()(globals()[_name]), "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{_name}", lambda *args, **kwargs: None, lib=_LIBRARY)

@@ -47,7 +47,7 @@ def edge_rows(vocab: int, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor
     tied_top[[vocab - 3, 41, 60]] = 30.0
     peak = torch.linspace(-0.01, 0.01, vocab)
     peak[33] = 3.0
-    lowest = torch.finfo(dtype).min
+    lowest, largest = torch.finfo(dtype).min, torch.tensor(torch.finfo(dtype).max, dtype=torch.float64)
     masked = torch.full((vocab,), lowest, dtype=torch.float64)
     masked[[8, 9, 60]] = torch.tensor([3.0, 2.0, 1.0], dtype=torch.float64)
     return {
@@ -57,7 +57,7 @@ def edge_rows(vocab: int, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor
             "offset": normal + 1000,
             "negative": normal - 60,
             "all equal": torch.full((vocab,), 0.75),
-            "zeros of both signs": torch.tensor([0.0, -0.0]).repeat(vocab)[:vocab],
+            "zeros of both signs": torch.tensor([-0.0, 0.0]).repeat(vocab)[:vocab],
             "ascending": torch.linspace(-9, 9, vocab),
             "descending": torch.linspace(9, -9, vocab),
             "tied competitors": tied,
@@ -79,7 +79,11 @@ def edge_rows(vocab: int, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor
             "NaN among +inf": nan_and_infs,
             "all NaN": torch.full((vocab,), math.nan),
             "masked with the lowest finite": masked,
-            "largest finite": torch.where(torch.arange(vocab) % 7 == 0, torch.finfo(dtype).max, 0.0),
+            "widest": torch.where(
+                torch.arange(vocab) == 4, largest, torch.where(torch.arange(vocab) == 7, largest / 2, -largest)
+            ),
+            "one largest, rest lowest": torch.where(torch.arange(vocab) == 30, largest, -largest),
+            "largest finite": torch.where(torch.arange(vocab) % 7 == 0, largest, 0.0),
         }.items()
     }
 
@@ -105,7 +109,7 @@ def assert_stats_close(got: sk.TopkStats, want: sk.TopkStats) -> None:
     """top1, argmax, count exactly; mean, std, lse to float32 rounding (of the values involved)."""
     for name in ("top1", "argmax", "count"):
         a, b = getattr(got, name).cpu(), getattr(want, name).cpu()
-        assert torch.equal(a.nan_to_num(nan=-12345.0), b.nan_to_num(nan=-12345.0)), f"{name}\n got {a}\nwant {b}"
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True, msg=lambda m, name=name: f"{name}: {m}")
     scale = want.top1.double().abs().nan_to_num(0, 0, 0).clamp(min=1)
     for name in ("mean", "std", "lse"):
         a, b = getattr(got, name).double().cpu(), getattr(want, name).double().cpu()
@@ -130,3 +134,9 @@ def vocab_shapes(dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         sparse[:, ::2] = batch
         yield f"[{n}, {vocab}] every other column", sparse[:, ::2]
         yield f"[{n}, {vocab}] transposed", batch.T.contiguous().T
+
+
+def padded(batch: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The batch with columns beyond its vocabulary that must not exist: valid_vocab = batch.shape[1]."""
+    for name, value in (("zeros", 0.0), ("NaN", math.nan), ("+inf", INF), ("-inf", -INF)):
+        yield name, torch.cat([batch, torch.full((batch.shape[0], 70), value, dtype=batch.dtype)], dim=1)

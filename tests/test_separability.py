@@ -15,6 +15,7 @@ import speceyes_kernels as sk
 from speceyes_kernels.separability_reference import row_table
 
 INF = math.inf
+FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 def by_definition(row: list[float], k: int, form: str, eps: float = 1e-6, min_competitors: int = 8) -> float:
@@ -32,7 +33,8 @@ def by_definition(row: list[float], k: int, form: str, eps: float = 1e-6, min_co
     over = rest if form == "exclude_top1" else top
     base = top[1]  # exact differences: the definition does not depend on a common offset
     over = [x - base for x in over]
-    return (top[0] - base - statistics.fmean(over)) / (statistics.pstdev(over) + eps)
+    score = (top[0] - base - statistics.fmean(over)) / (statistics.pstdev(over) + eps)
+    return max(-FLOAT32_MAX, min(FLOAT32_MAX, score))
 
 
 @pytest.mark.parametrize("form", ["exclude_top1", "include_top1"])
@@ -85,11 +87,13 @@ def test_ties_keep_exactly_k_values():
 def test_every_pool_by_hand():
     scores = torch.tensor([5.0, 1.0, INF, 2.0, 4.0, 3.0])
     logps = torch.log(torch.tensor([0.5, 0.25, 1.0, 0.5, 1.0, 0.5]))
-    pool = sk.SeparabilityPool(4, max_tokens=8, bottom_share=0.5, backend="reference")
+    pool = sk.SeparabilityPool(4, max_tokens=8, pools=ALL_POOLS, bottom_share=0.5, backend="reference")
     pool.update_scores(scores, torch.tensor([1, 1, 1, 1, 1, 1]), logprobs=logps)
     got = pool.read(torch.tensor([1]))[:, 0].tolist()
     assert got == pytest.approx([1, 3, 1.5, 0.03125 ** (1 / 6), math.log(0.25)], rel=1e-6)
-    pool_ceil = sk.SeparabilityPool(1, max_tokens=8, bottom_share=0.5, bottom_rounding="ceil", backend="reference")
+    pool_ceil = sk.SeparabilityPool(
+        1, max_tokens=8, pools=ALL_POOLS, bottom_share=0.5, bottom_rounding="ceil", backend="reference"
+    )
     pool_ceil.update_scores(scores, torch.zeros(6, dtype=torch.int64), logprobs=logps)
     assert pool_ceil.read(pools="bottom").item() == 2  # ceil(2.5) = 3 of {1, 2, 3, 4, 5}: the forced token is left out
     assert pool.read(torch.tensor([0]))[:, 0].tolist() == [-INF] * 5
@@ -155,6 +159,11 @@ def test_accept_compares_in_score_space():
     assert sk.accept(exact, 0.98, strict=True) is False
     assert sk.accept(exact, 0.98, strict=False) is True
     assert sk.accept(INF, 0.999999)
+    for pool, score in (("min", 6.49), ("log", 0.981), ("min_logprob", math.log(0.981))):
+        for value in (score, torch.tensor(score)):
+            assert sk.confidence(value, pool=pool) == pytest.approx(0.98, abs=2e-3)
+        for bad in (math.nan, -INF):
+            assert sk.confidence(bad, pool=pool) == 0 and sk.confidence(torch.tensor(bad), pool=pool).item() == 0
     assert sk.accept(0.99, 0.98, pool="log") and not sk.accept(0.97, 0.98, pool="log")
     assert sk.accept(math.log(0.99), 0.98, pool="min_logprob") and not sk.accept(-0.1, 0.98, pool="min_logprob")
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 
+import numpy as np
 import pytest
 import torch
 from separability_cases import ALL_POOLS, edge_batch
@@ -59,7 +62,7 @@ def test_compile_fullgraph_gives_the_same(backend):
     slots = torch.arange(x.shape[0]) % 3
 
     def everything(x, cu, slots):
-        pool = sk.SeparabilityPool(3, max_tokens=20, backend=backend)
+        pool = sk.SeparabilityPool(3, max_tokens=20, pools=ALL_POOLS, backend=backend)
         records = pool.update(x, slots)
         parts = [sk.partial_topk(x[:, :50], offset=0, backend=backend), sk.partial_topk(x[:, 50:], offset=50)]
         return (
@@ -76,6 +79,61 @@ def test_compile_fullgraph_gives_the_same(backend):
     compiled = torch.compile(everything, fullgraph=True)(x, cu, slots)
     for a, b in zip(eager, compiled, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_first_call_of_a_process_may_be_compiled(backend):
+    """Nothing is loaded yet: the loaders must stay out of the trace."""
+    code = (
+        "import torch, speceyes_kernels as sk\n"
+        f"f = torch.compile(lambda x: sk.token_separability(x, backend={backend!r}), fullgraph=True, backend='eager')\n"
+        "x = torch.randn(2, 100)\n"
+        f"assert torch.equal(f(x), sk.token_separability(x, backend={backend!r}))\n"
+    )
+    subprocess.run([sys.executable, "-W", "error::RuntimeWarning", "-c", code], check=True)
+
+
+def test_no_gradient_flows_and_inference_mode_is_no_trap():
+    x = torch.randn(4, 100, requires_grad=True)
+    for backend in ("auto", "reference"):
+        assert not sk.token_separability(x, backend=backend).requires_grad
+        with torch.inference_mode():
+            pool = sk.SeparabilityPool(2, max_tokens=4, backend=backend)
+            pool.update(x, torch.tensor([0, 1, 0, -1]))
+        inside = pool.read()
+        pool.reset()
+        pool.update(x, torch.tensor([0, 1, 0, -1]))
+        assert torch.equal(pool.read(), inside)
+
+
+def test_numbers_of_numpy_are_numbers():
+    x = torch.randn(4, 100)
+    same = sk.token_separability(x, np.int64(16), eps=np.float32(1e-6), valid_vocab=np.int32(90))
+    assert torch.equal(same, sk.token_separability(x, 16, eps=float(np.float32(1e-6)), valid_vocab=90))
+
+
+def test_out_is_filled_and_returned():
+    x = edge_batch(96, torch.float32)
+    out = torch.empty(x.shape[0])
+    assert sk.token_separability(x, out=out) is out
+    assert torch.equal(out, sk.token_separability(x))
+    want = sk.topk_stats(x)
+    given = tuple(torch.empty_like(t) for t in want)
+    got = sk.topk_stats(x, out=given)
+    assert isinstance(got, sk.TopkStats) and all(a is b for a, b in zip(got, given, strict=True))
+    for a, b in zip(given, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def test_backend_of_another_device_is_refused(monkeypatch):
+    from speceyes_kernels import _backends
+
+    monkeypatch.setattr(_backends, "_loaded", {**_backends._loaded, "cuda": _backends.ops("cpu")})
+    monkeypatch.setattr(_backends, "_chosen", {})
+    with pytest.raises(ValueError, match="backend 'cuda': expected tensors on 'cuda', got 'cpu'"):
+        sk.topk_stats(LOGITS, backend="cuda")
+    with pytest.raises(ValueError, match="backend 'cpu': expected tensors on 'cpu', got 'meta'"):
+        sk.topk_stats(LOGITS.to("meta"), backend="cpu")
 
 
 LOGITS = torch.zeros(3, 100)
@@ -107,8 +165,31 @@ CU = torch.tensor([0, 3])
         (lambda: sk.topk_stats(LOGITS, backend="gpu"), ValueError, r"backend: expected 'auto' or one of"),
         (lambda: sk.topk_stats(torch.zeros(1, 2**20 + 1)), ValueError, r"at most 1048576 columns"),
         (lambda: sk.token_separability(LOGITS, form="paper"), ValueError, r"form: expected 'exclude_top1'"),
-        (lambda: sk.token_separability(LOGITS, eps=0.0), ValueError, r"eps: expected a finite number > 0"),
-        (lambda: sk.token_separability(LOGITS, eps=math.nan), ValueError, r"eps: expected a finite number > 0"),
+        (lambda: sk.token_separability(LOGITS, form=["paper"]), ValueError, r"form: expected 'exclude_top1'"),
+        (lambda: sk.token_separability(LOGITS, eps=0.0), ValueError, r"eps: expected a number in 1e-37..1e37, got 0.0"),
+        (lambda: sk.token_separability(LOGITS, eps=1e-46), ValueError, r"eps: expected a number in 1e-37..1e37"),
+        (lambda: sk.token_separability(LOGITS, eps=math.nan), ValueError, r"eps: expected a number in 1e-37..1e37"),
+        (lambda: sk.token_separability(LOGITS, eps=torch.tensor(1e-6)), TypeError, r"eps: expected a number"),
+        (lambda: sk.token_separability(LOGITS, eps="1e-6"), TypeError, r"eps: expected a number in .*, got str '1e-6'"),
+        (
+            lambda: sk.token_separability(LOGITS, min_competitors=2.0),
+            TypeError,
+            r"min_competitors: expected an int >= 1",
+        ),
+        (
+            lambda: sk.token_separability(LOGITS, out=torch.zeros(3, requires_grad=True)),
+            ValueError,
+            r"out: expected a tensor without requires_grad",
+        ),
+        (
+            lambda: sk.answer_separability(LOGITS, CU, pool={"min", "mean"}),
+            TypeError,
+            r"pool: expected a name or a list",
+        ),
+        (lambda: sk.answer_separability(LOGITS, CU, bottom_share="x"), TypeError, r"bottom_share: expected a number"),
+        (lambda: sk.score_for_confidence("x"), TypeError, r"tau: expected a confidence in \[0, 1\], got str"),
+        (lambda: sk.accept([1.0], 0.5), TypeError, r"score: expected a number or a tensor, got list"),
+        (lambda: sk.SeparabilityPool(1, max_tokens=1, valid_vocab=-3), ValueError, r"valid_vocab: expected None or an"),
         (
             lambda: sk.token_separability(LOGITS, min_competitors=0),
             ValueError,
@@ -178,7 +259,7 @@ def test_errors_say_what_was_given_and_expected(call, error, text):
 
 
 def test_pool_errors_change_nothing():
-    pool = sk.SeparabilityPool(4, max_tokens=2)
+    pool = sk.SeparabilityPool(4, max_tokens=2, pools=ALL_POOLS)
     pool.update(LOGITS, torch.tensor([0, 1, 2]))
     before = [t.clone() for t in (pool.sums, pool.mins, pool.counts, pool.scores)]
     slots = torch.tensor([0, 1, 2])
@@ -194,14 +275,18 @@ def test_pool_errors_change_nothing():
         (lambda: pool.update(LOGITS, slots, slots), TypeError, r"accepted: expected a bool tensor"),
         (lambda: pool.update(LOGITS[:, :50], slots), ValueError, r"k: expected at most the valid vocabulary \(50\)"),
         (lambda: pool.update_scores(torch.zeros(3), slots), ValueError, r"logprobs: expected float32 \[N\] because"),
-        (lambda: pool.update_scores(torch.zeros(3).double(), slots), ValueError, r"logprobs"),
+        (
+            lambda: pool.update_scores(torch.zeros(3).double(), slots, logprobs=torch.zeros(3)),
+            TypeError,
+            r"scores: expected a float32 tensor",
+        ),
         (
             lambda: pool.update_scores(torch.zeros(3), slots, logprobs=torch.zeros(2)),
             ValueError,
             r"logprobs: expected a 1-D tensor",
         ),
         (lambda: pool.read(torch.tensor([-1])), ValueError, r"slots: expected values in 0..3"),
-        (lambda: pool.reset(torch.tensor([7])), ValueError, r"slots: expected values in 0..3"),
+        (lambda: pool.reset(torch.tensor([7])), ValueError, r"slots: expected values in -1..3"),
         (lambda: pool.read(pools="mode"), ValueError, r"pools: expected names among"),
     ]:
         with pytest.raises(error, match=text):
@@ -229,7 +314,7 @@ def test_unavailable_backend_says_why_and_auto_falls_back(monkeypatch):
 
     monkeypatch.setattr(_backends, "_loaded", {})
     monkeypatch.setattr(_backends, "_failed", {})
-    monkeypatch.setattr(_backends, "_auto", {})
+    monkeypatch.setattr(_backends, "_chosen", {})
 
     def broken():
         raise OSError("undefined symbol: planted")
@@ -238,6 +323,9 @@ def test_unavailable_backend_says_why_and_auto_falls_back(monkeypatch):
     with pytest.raises(sk.BackendUnavailable, match="'cpu' cannot load.*undefined symbol: planted") as caught:
         sk.topk_stats(LOGITS, backend="cpu")
     assert isinstance(caught.value.__cause__, OSError)
+    with pytest.raises(sk.BackendUnavailable) as again:
+        sk.topk_stats(LOGITS, backend="cpu")
+    assert again.value is not caught.value and again.value.__cause__ is caught.value.__cause__
     assert "cpu" not in sk.available_backends() and "planted" in sk.unavailable_reason("cpu")
     with pytest.warns(RuntimeWarning, match="falls back to its slow reference backend.*planted"):
         sk.topk_stats(LOGITS)

@@ -87,7 +87,7 @@ def test_mask_is_leaving_the_rows_out(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_overflow_of_bottom_is_flagged_and_rejected(backend):
-    pool = sk.SeparabilityPool(3, max_tokens=4, backend=backend)
+    pool = sk.SeparabilityPool(3, max_tokens=4, pools=ALL_POOLS, backend=backend)
     scores, logps = torch.tensor([3.0, 2.0, INF, 5.0, 4.0]), torch.full((5,), -0.5)
     pool.update_scores(scores, torch.zeros(5, dtype=torch.int64), logprobs=logps)
     assert pool.overflowed().tolist() == [False] * 3  # four scored tokens: the forced one takes no room
@@ -104,11 +104,35 @@ def test_overflow_of_bottom_is_flagged_and_rejected(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_nan_scores_are_never_accepted(backend):
-    pool = sk.SeparabilityPool(1, max_tokens=4, backend=backend)
-    pool.update_scores(torch.tensor([9.0, math.nan, 9.0]), torch.zeros(3, dtype=torch.int64), logprobs=torch.zeros(3))
-    got = pool.read()[:, 0].tolist()
-    assert got == [-INF, -INF, -INF, 0.0, -INF]
-    assert not any(sk.accept(v, 0.5, pool=p) for v, p in zip(got, pool.pools, strict=True))
+    pool = sk.SeparabilityPool(1, max_tokens=4, pools=ALL_POOLS, backend=backend)
+    slots = torch.zeros(3, dtype=torch.int64)
+    for scores, logps in [
+        ([9.0, math.nan, 9.0], [0.0, 0.0, 0.0]),
+        ([9.0, 9.0, 9.0], [0.0, math.nan, 0.0]),
+        ([9.0, -INF, 9.0], [0.0, -0.1, 0.0]),
+    ]:
+        pool.reset()
+        pool.update_scores(torch.tensor(scores), slots, logprobs=torch.tensor(logps))
+        got = pool.read()[:, 0].tolist()
+        assert got == [-INF, -INF, -INF, 0.0, -INF]
+        assert not any(sk.accept(v, 0.5, pool=p) for v, p in zip(got, pool.pools, strict=True))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_reset_skips_minus_one(backend):
+    pool = sk.SeparabilityPool(3, max_tokens=4, backend=backend)
+    slots = torch.tensor([0, 1, 2])
+    pool.update_scores(torch.tensor([1.0, 2.0, 3.0]), slots)
+
+    def reset(slots):
+        pool.reset(slots)
+
+    torch.compile(reset, fullgraph=True, backend="eager")(
+        torch.tensor([0, -1, 7])
+    )  # unread while compiled, as on a GPU
+    assert pool.read().tolist() == [-INF, 2, 3]
+    pool.reset(torch.tensor([-1, 1]))
+    assert pool.read().tolist() == [-INF, -INF, 3]
 
 
 def test_memory_a_slot_is_constant_without_bottom():
@@ -121,7 +145,7 @@ def test_strided_state_inputs(backend):
     """records[:, 0] is not contiguous: the strided column must give what its copy gives."""
     records = torch.randn(20, 2, generator=torch.Generator().manual_seed(0))
     slots = torch.arange(40)[::2] % 3
-    pools = [sk.SeparabilityPool(3, max_tokens=20, backend=backend) for _ in range(2)]
+    pools = [sk.SeparabilityPool(3, max_tokens=20, pools=ALL_POOLS, backend=backend) for _ in range(2)]
     pools[0].update_scores(records[:, 0], slots, logprobs=records[:, 1])
     pools[1].update_scores(records[:, 0].contiguous(), slots.contiguous(), logprobs=records[:, 1].contiguous())
     assert same_bits(pools[0].read(), pools[1].read())

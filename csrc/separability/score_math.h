@@ -36,8 +36,11 @@ struct Record {
 };
 
 // gap = l1 - l2; dm, sd = mean and population std of the scored set's differences from l2 (see docs/separability.md):
-// the competitors' for exclude_top1, top-1 included for include_top1.
-SPECEYES_HD Record finish(const RowShape& s, float gap, float dm, float sd, float top1, float lse, const ScoreParams& p) {
+// the competitors' for exclude_top1, top-1 included for include_top1. In double: differences of two finite floats, and
+// their squares, may pass the largest float. S of a finite row saturates at the largest float, so that +inf keeps its
+// one meaning (a token without competition).
+SPECEYES_HD Record finish(const RowShape& s, double gap, double dm, double sd, float top1, float lse,
+                          const ScoreParams& p) {
   const int c = competitors(s);
   if (s.has_nan || s.kept == 0 || s.pos_infs > 1) return {neg_inf(), neg_inf()};
   if (s.pos_infs == 1) return c > 0 ? Record{pos_inf(), 0.f} : Record{neg_inf(), neg_inf()};
@@ -46,7 +49,11 @@ SPECEYES_HD Record finish(const RowShape& s, float gap, float dm, float sd, floa
   if (c < need) return {neg_inf(), neg_inf()};
   float logp = top1 - lse;
   if (logp > 0.f) logp = 0.f;  // lse >= top1; rounding may say otherwise
-  return {(gap - dm) / (sd + p.eps), logp};
+  const double limit = 3.4028234663852886e38;
+  double score = (gap - dm) / (sd + p.eps);
+  if (score != score) return {neg_inf(), neg_inf()};  // 0 / 0 when a caller's eps is 0
+  score = score > limit ? limit : score < -limit ? -limit : score;
+  return {float(score), logp};
 }
 
 // ---- pools -------------------------------------------------------------------------------------------------------
@@ -59,7 +66,9 @@ struct PoolAcc {
 // Adds one record; returns the position of its score in the slot's list, or -1 when it is left out (S = +inf).
 SPECEYES_HD int32_t add(PoolAcc& a, Record r) {
   a.tokens++;
-  if (r.score != r.score) r = {neg_inf(), neg_inf()};  // a caller's NaN is never accepted
+  // A caller's NaN is never accepted, and an undefined score has no log-probability.
+  if (!(r.score > neg_inf()) || r.logp != r.logp) r = {neg_inf(), neg_inf()};
+  if (r.logp > 0.f) r.logp = 0.f;
   a.sum_logp += r.logp;
   if (r.logp < a.min_logp) a.min_logp = r.logp;
   if (r.score < a.min_score) a.min_score = r.score;
