@@ -13,6 +13,7 @@ from vllm.v1.sample.logits_processor import LogitsProcessor
 
 from .options import options_of
 from .session import GateSession
+from .worker_extension import report, require_extension
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -24,8 +25,6 @@ class GateLogitsProcessorV1(LogitsProcessor):
     """Follows the batch for a :class:`GateSession`; does nothing unless a request opted in."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
-        from .worker_extension import require_extension
-
         require_extension(vllm_config)
         self.session: GateSession | None = None  # joined when the worker's runner is complete
 
@@ -41,12 +40,13 @@ class GateLogitsProcessorV1(LogitsProcessor):
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         """Follows the batch."""
         if batch_update is not None and self.session is not None:
-            self.session.update(batch_update)
+            try:
+                self.session.update(batch_update)
+            except Exception as error:
+                report(self.session, error)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Leaves only EOS to rows that early rejection ends."""
         if self.session is not None and not self.session.drafted:
             self.session.force(logits)
         return logits
-
-

@@ -88,7 +88,7 @@ def parse_options(value: Any) -> GateOptions | None:
     if isinstance(value, (bool, int, float)) and value in (0, 1):
         return GateOptions() if value else None
     if not isinstance(value, dict):
-        raise GateOptionError(KEY, f"expected an object with {', '.join(_FIELDS)}, or 1 for the defaults, got {value!r}")
+        raise GateOptionError(KEY, f"expected an object of {', '.join(_FIELDS)}, or 1 (defaults), got {value!r}")
     for name in value:
         if name not in _FIELDS:
             raise GateOptionError(f"{KEY}.{name}", f"unknown option; expected one of {', '.join(_FIELDS)}")
@@ -120,22 +120,26 @@ def parse_options(value: Any) -> GateOptions | None:
     return options
 
 
+def check_early(ignore_eos: Any, structured: bool, allowed: Sequence[int] | None, eos: int | None) -> None:
+    """Raises GateOptionError where no EOS could end a rejected request."""
+    field = f"{KEY}.reject_early"
+    if ignore_eos:
+        raise GateOptionError(field, "expected ignore_eos=False, since an EOS ends a rejected request; got True")
+    if structured:
+        raise GateOptionError(field, "expected no structured outputs: their grammar forbids the early EOS")
+    if allowed is not None and eos is not None and eos not in allowed:
+        raise GateOptionError(field, f"expected EOS ({eos}) among allowed_token_ids, since it ends a rejected request")
+
+
 def options_of(params: Any) -> GateOptions | None:
     """Options of a ``SamplingParams``, checked against its other fields; None when it has not opted in."""
     extra = params.extra_args
     if not extra or KEY not in extra:
         return None
     options = parse_options(extra[KEY])
-    if options is None or not options.reject_early:
-        return options
-    field = f"{KEY}.reject_early"
-    if params.ignore_eos:
-        raise GateOptionError(field, "expected ignore_eos=False, since an EOS ends a rejected request; got True")
-    if params.structured_outputs is not None:
-        raise GateOptionError(field, "expected a request without structured outputs: their grammar forbids the early EOS")
-    allowed, eos = params.allowed_token_ids, params.eos_token_id
-    if allowed is not None and eos is not None and eos not in allowed:
-        raise GateOptionError(field, f"expected EOS ({eos}) among allowed_token_ids, since it ends a rejected request")
+    if options is not None and options.reject_early:
+        structured = params.structured_outputs is not None
+        check_early(params.ignore_eos, structured, params.allowed_token_ids, params.eos_token_id)
     return options
 
 

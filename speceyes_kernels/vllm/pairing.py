@@ -14,7 +14,7 @@ def wants_of(outputs: Iterable[Any]) -> list[list[Any]]:
 
 
 def merge_workers(answers: Sequence[Sequence[Result | None]], count: int) -> list[Result | None]:
-    """One result a completion from the answers of all workers (tensor parallel ranks agree, data parallel ones split)."""
+    """One result a completion from the answers of all workers (tensor parallel ranks agree, data parallel split)."""
     return [next((a[i] for a in answers if a[i] is not None), None) for i in range(count)]
 
 

@@ -29,7 +29,7 @@ def pool_confidence(pool: str, score: float) -> float:
 def make_result(
     options: GateOptions, values: Sequence[float], num_tokens: int, rejected_at: int | None, overflowed: bool
 ) -> Result:
-    """The result of one answer: plain numbers only, so that it travels over RPC; ``values`` follow ``options.pools``."""
+    """The result of one answer: plain numbers, so that it travels over RPC; ``values`` follow ``options.pools``."""
     scores = dict(zip(options.pools, values, strict=True))
     decided = None
     if options.tau is not None:

@@ -52,7 +52,7 @@ class _PagePlan:
 class _Part:
     """What one step computed for one page, until the sampled tokens are known."""
 
-    __slots__ = ("plan", "records", "owner", "offset", "slots")
+    __slots__ = ("offset", "owner", "plan", "records", "slots")
 
     def __init__(self, plan: _PagePlan, records: Tensor, owner: Tensor | None, offset: Tensor | None, slots: Tensor):
         self.plan, self.records, self.owner, self.offset, self.slots = plan, records, owner, offset, slots
@@ -93,6 +93,11 @@ class GateSession(GateState):
 
     def running(self) -> Iterable[Entry]:
         return self.rows.values()
+
+    def forget(self) -> None:
+        self.rows.clear()
+        self._rejecting.clear()
+        self._plans = None
 
     # ---- membership ------------------------------------------------------------------------------------------------
     def update(self, batch_update: Any) -> None:
@@ -163,8 +168,10 @@ class GateSession(GateState):
         super().finish(entries)
         self._rejecting.difference_update(e.request_id for e in entries)
 
-    # ---- one step --------------------------------------------------------------------------------------------------
-    def prepare(self, logits: Tensor, num_drafts: Sequence[int] | None, discard: np.ndarray | None) -> list[_Part] | None:
+    # ---- one step -------------------------------------------------------------------------------------------------
+    def prepare(
+        self, logits: Tensor, num_drafts: Sequence[int] | None, discard: np.ndarray | None
+    ) -> list[_Part] | None:
         """Scores the opted-in rows before vLLM samples from them.
 
         Parameters
@@ -274,10 +281,6 @@ class GateSession(GateState):
             entry.rejected_at = int(entry.page.pool.counts[entry.slot, 0])
             self.counters["rejected"] += 1
 
-    def fail(self, error: BaseException) -> None:
-        super().fail(error)
-        self._plans = None
-
     def _plan(self) -> list[_PagePlan]:
         if self._plans is None:
             members: dict[int, list[tuple[int, Entry]]] = {}
@@ -290,4 +293,3 @@ class GateSession(GateState):
                 for group in members.values()
             ]
         return self._plans
-

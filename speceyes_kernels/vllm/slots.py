@@ -7,7 +7,6 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from .._schemas import POOL_IDS
 from ..separability_pool import SeparabilityPool
@@ -38,7 +37,7 @@ class GateConfig:
         given = additional_config.get("speceyes", {}) if isinstance(additional_config, dict) else {}
         known = [f.name for f in fields(cls)]
         if not isinstance(given, dict) or not set(given) <= set(known):
-            raise ValueError(f"additional_config['speceyes']: expected an object with {', '.join(known)}, got {given!r}")
+            raise ValueError(f"additional_config['speceyes']: expected an object of {', '.join(known)}, got {given!r}")
         return cls(**given)
 
 
@@ -58,14 +57,14 @@ class SlotPage:
         """Pooled values [slot][pool], counted tokens and overflow flags of the given slots."""
         index = torch.tensor(list(slots), dtype=torch.int64, device=self.pool.device)
         values = self.pool.read(index, tuple(pools)).T.tolist()
-        return values, self.pool.counts[index, 0].tolist(), self.pool.overflowed(index).tolist()
+        return values, self.pool.counts[index, 0].tolist(), self.pool.overflowed()[index].tolist()
 
 
 class SlotPages:
     """Gives every opted-in request a slot in a pool of its ``k``; requests without ``bottom`` need no list of scores.
 
-    A page has ``num_slots`` slots, as many as requests run at once. Preempted requests keep theirs, so a second page may
-    be needed; a page without users is dropped unless it is its kind's last.
+    A page has ``num_slots`` slots, as many as requests run at once. Preempted requests keep theirs, so a second page
+    may be needed; a page without users is dropped unless it is its kind's last.
     """
 
     def __init__(self, num_slots: int, max_tokens: int, config: GateConfig, device: torch.device | str) -> None:
@@ -97,6 +96,10 @@ class SlotPages:
             for pages in self._pages.values():
                 if page in pages and len(pages) > 1:
                     pages.remove(page)
+
+    def clear(self) -> None:
+        """Forgets every page."""
+        self._pages.clear()
 
     def repool(self, options: GateOptions, records: Sequence[tuple[float, float]]) -> tuple[list[float], bool]:
         """Pooled values (and overflow) of the given token records alone: an answer cut to its first tokens."""

@@ -17,8 +17,10 @@ _UNLIMITED = 1 << 30
 class Entry:
     """One opted-in request."""
 
-    __slots__ = ("request_id", "options", "page", "slot", "output", "prompt_len", "max_tokens", "eos", "stops",
-                 "records", "error", "rejected_at", "rejecting", "taken")  # fmt: skip
+    __slots__ = (  # noqa: RUF023
+        "request_id", "options", "page", "slot", "output", "prompt_len", "max_tokens", "eos", "stops",
+                 "records", "error", "rejected_at", "rejecting", "taken",
+    )  # fmt: skip
 
     def __init__(self, params: Any, prompt_len: int, output: list[int]) -> None:
         self.request_id = ""
@@ -80,7 +82,9 @@ class GateState:
             if options is None:
                 return None
             if options.k > self.valid_vocab:
-                raise GateOptionError("speceyes.k", f"expected at most the vocabulary, {self.valid_vocab}, got {options.k}")
+                raise GateOptionError(
+                    "speceyes.k", f"expected at most {self.valid_vocab} (vocabulary), got {options.k}"
+                )
         except ValueError as error:  # only where vLLM did not validate (speculation): the engine must not stop for it
             entry = Entry(params, prompt_len, output)
             entry.error = str(error)
@@ -110,10 +114,20 @@ class GateState:
                 entry.page = None
 
     def fail(self, error: BaseException) -> None:
-        """Marks every request in flight as not scored: a fault of the gate must not stop the engine."""
+        """After a fault nothing in flight is trusted: it ends as not scored, and the engine goes on."""
+        message = f"{type(error).__name__}: {error}"
+        lost = [*self.running(), *self.parked.values()]
         self.counters["errors"] += 1
-        for entry in [*self.running(), *self.parked.values()]:
-            entry.error = entry.error or f"{type(error).__name__}: {error}"
+        self.forget()
+        self.parked.clear()
+        self.slots.clear()
+        for entry in lost:
+            if entry.request_id and not entry.taken:
+                self.ring.put(entry.request_id, error_result(message), (entry.options, None))
+
+    def forget(self) -> None:
+        """Drops the batch, without results."""
+        raise NotImplementedError
 
     def results(self, entries: Sequence[Entry]) -> list[Result]:
         """Results as of now, one read a page."""
@@ -184,7 +198,8 @@ class GateState:
         values, overflowed = self.slots.repool(options, records[:tokens])
         cut = make_result(options, values, tokens, result["rejected_at"], overflowed)
         if options.token_scores:
-            cut["token_scores"], cut["token_logprobs"] = (result[n][:tokens] for n in ("token_scores", "token_logprobs"))
+            for name in ("token_scores", "token_logprobs"):
+                cut[name] = result[name][:tokens]
         return cut
 
     def take_all(self) -> list[Result]:
@@ -195,6 +210,6 @@ class GateState:
     def stats(self) -> dict[str, int]:
         """Counters and sizes: what must return to baseline, and what only grows."""
         return {
-            **self.counters, "active": sum(1 for _ in self.running()), "parked": len(self.parked), "waiting": len(self.ring),
-            "dropped": self.ring.dropped, "slots": self.slots.used, "pages": self.slots.pages,
+            **self.counters, "active": sum(1 for _ in self.running()), "parked": len(self.parked),
+            "waiting": len(self.ring), "dropped": self.ring.dropped, "slots": self.slots.used, "pages": self.slots.pages,
         }  # fmt: skip

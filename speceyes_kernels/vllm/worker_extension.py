@@ -56,7 +56,7 @@ def refuse_unsupported(vllm_config: Any, runner_version: int) -> None:
     elif vllm_config.model_config.runner_type == "pooling":
         problem = "a pooling model; it has no next-token logits: leave the gate's flags out"
     elif runner_version == 1 and vllm_config.scheduler_config.async_scheduling:
-        problem = "async scheduling on the V1 runner, where sampled tokens are not known in time; add --no-async-scheduling"
+        problem = "async scheduling on the V1 runner, which learns its tokens too late; add --no-async-scheduling"
     elif transfer is not None and transfer.kv_load_failure_policy == "recompute":
         problem = (
             "kv_load_failure_policy='recompute', which takes back tokens that were already counted; set it to 'fail'"
@@ -105,19 +105,20 @@ def _scored(sample: Callable[..., Any], runner: Any, session: GateSession) -> Ca
         try:
             parts = session.prepare(logits, drafts, discard)
         except Exception as error:
-            _failed(session, error)
+            report(session, error)
         output = sample(logits, spec_decode_metadata)
         if parts:
             try:
                 session.commit(parts, output.sampled_token_ids)
             except Exception as error:
-                _failed(session, error)
+                report(session, error)
         return output
 
     return scored
 
 
-def _failed(session: GateState, error: Exception) -> None:
+def report(session: GateState, error: Exception) -> None:
+    """Logs a fault of the gate and gives up on the requests in flight: the engine must not stop for a score."""
     logger.exception("speceyes gate: scoring failed; the requests in flight get an error instead of scores")
     session.fail(error)
 
