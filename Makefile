@@ -29,7 +29,7 @@ DEMO_ARGS ?=
 BENCH_JSON ?= bench/results/bench.json
 TEST_LONG_LOG ?= bench/results/test_long.txt
 
-.PHONY: help install demo test test-long bench wheel lint clean
+.PHONY: help install demo test test-long bench wheel lint types clean
 help:
 	@sed -n 's/^## //p' Makefile
 
@@ -72,12 +72,16 @@ bench: $(BUILT)
 
 ## make wheel       dist/speceyes_kernels-*-py3-none-*.whl
 wheel: $(BUILT)
+	rm -rf build/lib* build/bdist*
 	$(RUN) -m pip wheel -qq --no-build-isolation --no-deps -w dist .
 	@ls -l dist/*.whl
 
-## make lint        ruff and mypy
+## make lint        ruff
 lint: $(INSTALLED)
 	$(RUN) -m ruff check .
+
+## make types       mypy
+types: $(INSTALLED)
 	$(RUN) -m mypy
 
 ## make clean       build outputs (the virtual environment stays)

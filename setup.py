@@ -240,9 +240,10 @@ def default_jobs(job_bytes: int) -> int:
 
 
 def note_cuda_majors(nvcc: Nvcc, torch: Torch) -> str:
-    """Says how nvcc's CUDA relates to torch's; the runtime is linked in, so that only the driver has to be new enough."""
+    """How nvcc's CUDA relates to torch's. The runtime is linked in: only the driver has to be new enough."""
     if torch.cuda is None:
-        return f"nvcc {nvcc.release}; this torch ({torch.version}) is a CPU build: the file loads on it, CUDA ops do not run"
+        note = "is a CPU build: the file loads on it, CUDA ops do not run"
+        return f"nvcc {nvcc.release}; this torch ({torch.version}) {note}"
     if nvcc.major == int(torch.cuda.split(".")[0]):
         return f"nvcc {nvcc.release} matches torch's CUDA {torch.cuda}"
     newer = nvcc.major > int(torch.cuda.split(".")[0])

@@ -59,7 +59,7 @@ def test_arch_list(build: ModuleType, text: str, expected: list[str]) -> None:
 
 @pytest.mark.parametrize("text", ["80", "8.0+ptx", "sm_80", "8.x", "8.0;Kelper", "9.0b", "8.00"])
 def test_arch_list_names_the_bad_entry(build: ModuleType, text: str) -> None:
-    with pytest.raises(SystemExit, match="TORCH_CUDA_ARCH_LIST: .* is no target; expected entries like 8.0") as error:
+    with pytest.raises(SystemExit, match=r"TORCH_CUDA_ARCH_LIST: .* is no target; expected entries like 8\.0") as error:
         build.parse_arch_list(text)
     assert text.split(";")[-1] in str(error.value)
 
@@ -147,7 +147,7 @@ def test_cuda_without_nvcc_says_what_is_missing(build, monkeypatch) -> None:
 def test_cuda_with_an_nvcc_of_no_use_fails(build, monkeypatch) -> None:
     monkeypatch.setattr(build, "find_nvcc", lambda: nvcc(build, "11.8", "70 75"))
     monkeypatch.setenv("SPECEYES_BUILD", "cuda")
-    with pytest.raises(SystemExit, match="nvcc 11.8 supports none of the wanted CUDA targets"):
+    with pytest.raises(SystemExit, match=r"nvcc 11\.8 supports none of the wanted CUDA targets"):
         build.make_plan()
 
 
@@ -323,7 +323,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
 def test_wheel_content(wheel: zipfile.ZipFile) -> None:
     names = wheel.namelist()
     package = {n for n in names if n.startswith("speceyes_kernels/")}
-    assert {f"speceyes_kernels/{n}" for n in ("__init__.py", "py.typed", "libspeceyes.so", "_build_info.json")} <= package
+    expected = ("__init__.py", "py.typed", "libspeceyes.so", "_build_info.json")
+    assert {f"speceyes_kernels/{name}" for name in expected} <= package
     assert {n.split("/")[0] for n in names if ".dist-info" not in n} == {"speceyes_kernels"}
     assert not [n for n in names if n.endswith((".cpp", ".h", ".cu", ".cuh"))]
     assert "-py3-none-linux_" in wheel.filename
