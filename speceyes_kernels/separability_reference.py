@@ -43,6 +43,7 @@ def row_table(
 ) -> RowTable:
     """All row statistics of ``logits`` [N, V], by definition. ``k`` may exceed the columns (a shard): missing = -inf."""
     x = logits[:, : logits.shape[1] if valid_vocab is None else valid_vocab].to(torch.float64).contiguous()
+    x = x + 0.0  # -0.0 is 0.0: the order of equal values must not show in a sign
     n, v = x.shape
     ranked, order = torch.sort(x, dim=1, descending=True, stable=True)
     values = torch.full((n, k), -_INF, dtype=torch.float64, device=x.device)
