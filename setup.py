@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -350,12 +351,14 @@ class Step:
 
     def run(self) -> None:
         self.stamp.unlink(missing_ok=True)
+        start = time.time_ns()
         done = subprocess.run(self.command, cwd=ROOT, capture_output=True, text=True)
         output = done.stdout + done.stderr
         if done.returncode != 0:
             raise BuildError(f"building {self.output.name} failed:\n{shlex.join(self.command)}\n{output}")
         if output:
             print(output, file=sys.stderr, flush=True)
+        os.utime(self.output, ns=(start, start))  # a file edited while the compiler ran counts as newer
         self.stamp.write_text(self.digest())
 
 

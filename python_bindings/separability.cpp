@@ -14,7 +14,7 @@ template <class Backend>
 void topk_stats(const Tensor& logits, int64_t k, int64_t valid_vocab, const Tensor& top1, const Tensor& argmax,
                 const Tensor& mean, const Tensor& std, const Tensor& lse, const Tensor& count) {
   const Logits x = logits_arg(logits, valid_vocab);
-  const ScoreParams p = score_params(k, valid_vocab, false, 1e-6, 0);
+  const ScoreParams p = score_params(k, valid_vocab, false, 1e-6, 1);
   const Place place = place_of(logits);
   RowOut out;
   out.top1 = dense<float>(top1, "top1", place, {x.rows});
@@ -114,7 +114,7 @@ void partial_topk(const Tensor& logits, int64_t k, int64_t valid_vocab, int64_t 
                   const Tensor& argmax, const Tensor& lse) {
   const Logits x = logits_arg(logits, valid_vocab);
   // A shard may be narrower than k: its missing values are -inf.
-  const ScoreParams p = score_params(k, kMaxVocab, false, 1e-6, 0);
+  const ScoreParams p = score_params(k, kMaxVocab, false, 1e-6, 1);
   if (offset < 0) bad_argument("offset: expected at least 0 (the shard's first column), got ", offset);
   const Place place = place_of(logits);
   RowOut out;

@@ -89,10 +89,10 @@ separability::ScoreParams score_params(int64_t k, int64_t valid_vocab, bool incl
                                        int64_t min_competitors) {
   if (k < 2 || k > kMaxK) bad_argument("k: expected 2 to ", kMaxK, ", got ", k);
   if (k > valid_vocab) bad_argument("k: expected at most valid_vocab = ", valid_vocab, ", got ", k);
-  if (!(eps >= 0.) || eps > std::numeric_limits<float>::max())
-    bad_argument("eps: expected a finite number >= 0, got ", eps);
-  if (min_competitors < 0 || min_competitors > std::numeric_limits<int>::max())
-    bad_argument("min_competitors: expected at least 0, got ", min_competitors);
+  // A normal float32: a smaller eps flushes to 0, and 0 / 0 is no score.
+  if (!(eps >= 1e-37 && eps <= 1e37)) bad_argument("eps: expected a number in 1e-37..1e37, got ", eps);
+  if (min_competitors < 1 || min_competitors > std::numeric_limits<int>::max())
+    bad_argument("min_competitors: expected at least 1, got ", min_competitors);
   return {int(k), include_top1, float(eps), int(min_competitors)};
 }
 

@@ -285,6 +285,13 @@ def test_objects_are_rebuilt_only_when_something_changed(build, tmp_path, monkey
     assert not step().fresh(), "a newer header"
     os.utime(output, ns=(later, later))
     assert step().fresh()
+    slow = tmp_path / "slow-g++"  # a source that is edited while the compiler runs
+    slow.write_text(f'#!/bin/sh\ng++ "$@" && touch {str(source)!r}\n')
+    slow.chmod(0o755)
+    edited = build.Step(source, output, (str(slow), *step().command[1:]))
+    os.utime(header)
+    edited.run()
+    assert not edited.fresh(), "edited during the build"
     header.unlink()
     assert not step().fresh(), "a header that is gone"
     with pytest.raises(SystemExit, match=r"building a\.o failed"):
