@@ -23,13 +23,13 @@ __device__ __forceinline__ Spread spread(int first, int last, float origin, int 
   const double share = 1.0 / (last - first + 1);
   double sum = 0;
   for (int i = first + lane; i <= last; i += 32) sum += double(value_at(i)) - double(origin);
-  const double mean = warp_sum(sum) * share;
+  const double mean = simt_math::mul_rn(warp_sum(sum), share);
   double squares = 0;
   for (int i = first + lane; i <= last; i += 32) {
     const double d = double(value_at(i)) - double(origin) - mean;
-    squares += d * d;
+    squares = fma(d, d, squares);
   }
-  return {mean, warp_sum(squares) * share};
+  return {mean, simt_math::mul_rn(warp_sum(squares), share)};
 }
 
 // One warp calls. value_at(i), i < k, is the sorted top k, NaN-free unless has_nan. log_sum = lse - top1, kept apart from

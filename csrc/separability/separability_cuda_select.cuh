@@ -57,7 +57,7 @@ __device__ __forceinline__ RowSum combine_chunks(const float2* chunks, int count
   float sum = 0.f;
   for (int c = lane; c < count; c += 32) {
     const float2 x = LDG(chunks + c);
-    if (x.x > neg_inf()) sum += x.y * expf(x.x - top);
+    if (x.x > neg_inf()) sum = fmaf(x.y, expf(x.x - top), sum);
   }
   sum = warp_sum(sum);
   return {logf(sum), __ballot_sync(kAllLanes, nan) != 0};

@@ -84,7 +84,7 @@ template <class E>
 __device__ __forceinline__ float chunk_sum(const uint4 (&v)[kVectors], float max) {
   const float top = fminf(fmaxf(max, -FLT_MAX), FLT_MAX);
   const float scale = fabsf(top) < 1073741824.f ? kLog2e : 1.f;
-  const float base = top * scale;
+  const float base = simt_math::mul_rn(top, scale);
   float part[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
   for (int j = 0; j < kVectors; j++) {
@@ -98,7 +98,7 @@ __device__ __forceinline__ float chunk_sum(const uint4 (&v)[kVectors], float max
     }
   }
   float sum = (part[0] + part[1]) + (part[2] + part[3]);
-  sum *= simt_math::exp2_approx(-fmaf(top, scale, -base));
+  sum = simt_math::mul_rn(sum, simt_math::exp2_approx(-fmaf(top, scale, -base)));
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(kAllLanes, sum, step);
   return sum;

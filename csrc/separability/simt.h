@@ -63,6 +63,22 @@ __device__ __forceinline__ float exp2_approx(float x) {
 #endif
 }
 
+// A product that no compiler flag fuses into an addition: where bits must agree between kernels.
+__device__ __forceinline__ float mul_rn(float a, float b) {
+#if defined(__CUDA_ARCH__)
+  return __fmul_rn(a, b);
+#else
+  return a * b;
+#endif
+}
+__device__ __forceinline__ double mul_rn(double a, double b) {
+#if defined(__CUDA_ARCH__)
+  return __dmul_rn(a, b);
+#else
+  return a * b;
+#endif
+}
+
 // Bytes of (b:a), a's first; selector nibble i picks result byte i.
 template <uint32_t kSelector>
 __device__ __forceinline__ uint32_t permute_bytes(uint32_t a, uint32_t b) {
