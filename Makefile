@@ -35,7 +35,6 @@ help:
 
 ## make install     virtual environment, requirements, native extension: the whole set-up
 install: $(BUILT)
-	@$(RUN) -m speceyes_kernels.collect_env --summary
 
 $(INSTALLED): $(REQUIREMENTS)
 	@echo "== $(STACK) stack into $(VENV) (a few minutes, a few GB)"
@@ -49,6 +48,7 @@ $(INSTALLED): $(REQUIREMENTS)
 $(BUILT): $(INSTALLED) $(NATIVE)
 	@echo "== native extension (SPECEYES_BUILD=$(SPECEYES_BUILD))"
 	$(RUN) -m pip install -qq --no-build-isolation --no-deps -e .
+	@$(RUN) -m speceyes_kernels.collect_env --summary
 	rm -f $(VENV)/.built-* && touch $@
 
 ## make demo        vLLM on real weights with the gate: DEMO_ARGS="--model ..." on a GPU machine
