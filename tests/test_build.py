@@ -348,6 +348,18 @@ def test_wheel_metadata(wheel: zipfile.ZipFile) -> None:
     assert {"vllm", "cli", "dev"} <= set(metadata.get_all("Provides-Extra"))
 
 
+def test_only_the_named_objects_use_wider_registers(build: ModuleType, wheel: zipfile.ZipFile) -> None:
+    """Baseline objects must run on every x86-64 processor, the AVX2 ones on those without AVX-512."""
+    if build.platform.machine() != "x86_64":
+        pytest.skip("registers are x86-64's; this machine compiles portable sources only")
+    plan = build.Plan(build.find_torch())
+    for step in build.plan_steps(plan, ROOT / "build" / "native" / "cpu"):
+        code = subprocess.run(["objdump", "-d", step.output], capture_output=True, text=True, check=True).stdout
+        allowed = {"": (), "_avx2": ("%ymm",), "_avx512": ("%ymm", "%zmm")}[build.isa_suffix(step.source)]
+        used = tuple(register for register in ("%ymm", "%zmm") if register in code)
+        assert used == allowed, step.source.name
+
+
 def test_library_holds_no_path_of_the_build_machine(wheel: zipfile.ZipFile) -> None:
     library = wheel.read("speceyes_kernels/libspeceyes.so")
     assert str(ROOT).encode() not in library
