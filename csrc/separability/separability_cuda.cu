@@ -76,7 +76,7 @@ int rows_cuda(const Logits& x, const ScoreParams& p, const RowOut& out, const Sl
     return int(cudaGetLastError());
   }
   const bool pools = slots || answers;
-  if (p.k < 2 || p.k > kMaxK || x.vocab < 1 || x.vocab > kMaxVocab || x.rows < 0 || !fits_grid(x.rows) ||
+  if (p.k < 2 || p.k > kMaxK || x.vocab < 0 || x.vocab > kMaxVocab || x.rows < 0 || !fits_grid(x.rows) ||
       (slots && answers) || (pools && !out.records)) {
     return int(cudaErrorInvalidValue);
   }

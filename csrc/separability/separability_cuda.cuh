@@ -6,9 +6,10 @@
 
 namespace speceyes::separability {
 
+// At least one: an empty shard is a row of -inf.
 template <class E>
 int chunks_of(int64_t vocab) {
-  return int((vocab + Chunk<E>::kColumns - 1) / Chunk<E>::kColumns);
+  return vocab == 0 ? 1 : int((vocab + Chunk<E>::kColumns - 1) / Chunk<E>::kColumns);
 }
 
 struct RowsJob {

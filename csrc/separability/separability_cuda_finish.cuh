@@ -47,12 +47,13 @@ __device__ __forceinline__ void write_row(int64_t row, const ScoreParams& p, con
   const int c = competitors(shape);
   float top1 = value_at(0);
   Spread others{0, 0}, scored{0, 0};
-  float gap = 0.f, mean = quiet_nan(), deviation = quiet_nan();
+  double gap = 0;
+  float mean = quiet_nan(), deviation = quiet_nan();
   if (c > 0) {
     const float second = value_at(1);
     scored = others = spread(1, c, second, lane, value_at);
     if (p.include_top1 && shape.pos_infs == 0) scored = spread(0, c, second, lane, value_at);
-    gap = top1 - second;
+    gap = double(top1) - double(second);
     mean = float(double(second) + others.mean);
     deviation = float(sqrt(others.variance));
   }
@@ -64,7 +65,7 @@ __device__ __forceinline__ void write_row(int64_t row, const ScoreParams& p, con
   const bool known = has_nan || shape.pos_infs > 0 || shape.kept <= 1;
   const float lse = known ? top1 : top1 + log_sum;
   if (lane != 0) return;
-  const Record r = finish(shape, gap, float(scored.mean), float(sqrt(scored.variance)), 0.f, log_sum, p);
+  const Record r = finish(shape, gap, scored.mean, sqrt(scored.variance), 0.f, log_sum, p);
   if (out.top1) out.top1[row] = top1;
   if (out.argmax) out.argmax[row] = argmax;
   if (out.mean) out.mean[row] = mean;
