@@ -1,1 +1,1 @@
-"""A demonstration on real weights: real vLLM drafts answers, the gate scores them inside the engine (``speceyes demo``)."""
+"""A demonstration on real weights: vLLM drafts answers, the gate scores them inside it (``speceyes demo``)."""

@@ -53,19 +53,24 @@ def start(model: str, *, gpu: bool) -> Any:
     try:
         from vllm import LLM
     except ImportError as error:
-        raise EngineError(f"vLLM cannot be imported ({error}); `make install` sets up everything the demo needs") from error
-    settings = dict(
-        model=model,
-        dtype="auto" if gpu else "float32",  # bfloat16 on a CPU gives wrong text
-        enforce_eager=True,
-        max_model_len=1024,
-        max_num_seqs=256 if gpu else 32,
-        async_scheduling=False,
-        logits_processors=[GATE],
-        worker_extension_cls=GATE_WORKER,
-        use_tqdm_on_load=False,
-        seed=0,
-    )
+        raise EngineError(
+            f"vLLM cannot be imported ({error}); `make install` sets up everything the demo needs"
+        ) from error
+    settings: dict[str, Any] = {
+        "model": model,
+        "dtype": "auto" if gpu else "float32",  # bfloat16 on a CPU gives wrong text
+        "enforce_eager": True,
+        "max_model_len": 1024,
+        "max_num_seqs": 256 if gpu else 32,
+        "async_scheduling": False,
+        "logits_processors": [GATE],
+        "worker_extension_cls": GATE_WORKER,
+        "use_tqdm_on_load": False,
+        "seed": 0,
+    }
+    if not gpu:
+        # The CPU's default block of 128 tokens is longer than the examples that prompts share: none would be reused.
+        settings["block_size"] = 32
     try:
         return LLM(**settings)
     except Exception as error:  # whatever a model, a driver or too little memory raises

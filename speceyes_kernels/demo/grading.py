@@ -8,17 +8,23 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 
 from .questions import LETTERS, Question
 
-_UNITS = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen " \
-    "seventeen eighteen nineteen".split()
-_TENS = dict(zip("twenty thirty forty fifty sixty seventy eighty ninety".split(), range(20, 100, 10)))
-_WORDS = {word: value for value, word in enumerate(_UNITS)} | _TENS
+_TEENS = "ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen"
+_SMALL = f"zero one two three four five six seven eight nine {_TEENS}"
+_TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
+_VALUES = {word: value for value, word in enumerate(_SMALL.split(" "))}
+_VALUES |= {word: 10 * value for value, word in enumerate(_TENS.split(" "), start=2)}
 
+_MINUS = "\N{MINUS SIGN}"
 # A sign counts only where no word or number precedes it: "9 - 4" and "10-12" hold no negative number.
-_NUMBER = re.compile(r"(?<![\w.])(?:(?<![\w)] )(?<![\w)])[-−])?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?!\d|\.\d|[eE][-+]?\d)")
+_NUMBER = re.compile(
+    rf"(?<![\w.])(?:(?<![\w)] )(?<![\w)])[-{_MINUS}])?"  # sign
+    r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?"  # digits, also in thousands, and a fraction
+    r"(?!\d|\.\d|[eE][-+]?\d)"  # no part of a version or of a number in scientific notation
+)
 _LETTER_FIRST = re.compile(r"\(?([A-Da-d])(?:\)|[.:,](?=\s|$)|$)")
 _LETTER_NAMED = re.compile(
     r"\b(?:answer|option|choice|letter)(?:\s+is|\s*:)?(?:\s+(?:answer|option|choice|letter))?\s*\(?([A-D])(?=\)|[.:,]|$)",
@@ -41,42 +47,28 @@ def normalise(text: str) -> str:
 
 
 def parse_number(reply: str) -> Decimal | None:
-    """The one number that a reply states: after the last ``=`` if there is one, in digits or in words up to ninety-nine."""
-    text = first_line(reply)
-    if "=" in text:
-        text = text.rsplit("=", 1)[1]
-    found = set()
-    for match in _NUMBER.finditer(text):
-        try:
-            found.add(Decimal(match.group().replace(",", "").replace("−", "-")).normalize())
-        except InvalidOperation:
-            continue
-    if not found:
-        found = _spelled_numbers(text)
+    """The one number that a reply states, in digits or in words up to ninety-nine; after the last ``=`` if any."""
+    text = first_line(reply).rsplit("=", 1)[-1]
+    digits = [match.group().replace(",", "").replace(_MINUS, "-") for match in _NUMBER.finditer(text)]
+    found = {Decimal(number) for number in digits} or _spelled_numbers(text)
     return found.pop() if len(found) == 1 else None
 
 
 def _spelled_numbers(text: str) -> set[Decimal]:
-    found, tens = set(), None
+    found: list[int] = []
+    follows_tens = False
     for word in normalise(text).split():
-        value = _WORDS.get(word)
-        if tens is not None and value is not None and 0 < value < 10:
-            value += tens
-            tens = None
-        elif tens is not None:
-            found.add(Decimal(tens))
-            tens = None
-        if value is not None and value in _TENS.values() and word in _TENS:
-            tens = value
+        value = _VALUES.get(word)
+        if value is not None and follows_tens and 1 <= value <= 9:
+            found[-1] += value
         elif value is not None:
-            found.add(Decimal(value))
-    if tens is not None:
-        found.add(Decimal(tens))
-    return found
+            found.append(value)
+        follows_tens = value is not None and value >= 20
+    return {Decimal(value) for value in found}
 
 
 def parse_yes_no(reply: str) -> str | None:
-    """``"yes"`` or ``"no"``: the first word if it is one of them, else the only one of the two that stands in the line."""
+    """``"yes"`` or ``"no"``: the first word if it is one of them, else the only one of them in the line."""
     words = normalise(first_line(reply)).split()
     if words and words[0] in ("yes", "no"):
         return words[0]

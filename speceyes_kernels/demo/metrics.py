@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,7 +47,7 @@ def wilson(hits: int, total: int, z: float = Z95) -> tuple[float, float]:
 
 
 def _wins(right: Sequence[float], wrong: Sequence[float]) -> np.ndarray:
-    """[right, wrong] 1 where the right answer scores higher, 1/2 on a tie. Compares, never subtracts: inf is a value."""
+    """[right, wrong] 1 where the right answer scores higher, 1/2 on a tie. Compares, never subtracts: inf counts."""
     a, b = np.asarray(right, dtype=np.float64)[:, None], np.asarray(wrong, dtype=np.float64)[None, :]
     if np.isnan(a).any() or np.isnan(b).any():
         raise ValueError("scores: expected numbers or infinities, got NaN")
@@ -74,7 +75,7 @@ def auroc_interval(right: Sequence[float], wrong: Sequence[float], seed: int = 0
 
 
 def pick_threshold(right: Sequence[float], wrong: Sequence[float]) -> float | None:
-    """The score above which to accept, by Youden's index: most right answers accepted less wrong ones accepted, as shares.
+    """The score above which to accept, by Youden's index: share of right less share of wrong answers accepted.
 
     Halfway between two neighbouring scores; among equally good ones the highest, which accepts least. None when it
     cannot be told: one side is empty, or no finite threshold beats accepting everything.
@@ -85,7 +86,7 @@ def pick_threshold(right: Sequence[float], wrong: Sequence[float]) -> float | No
     scores = np.unique(np.concatenate([a, b]))
     scores = scores[np.isfinite(scores)]
     best, threshold = 0.0, None
-    for low, high in zip(scores[:-1], scores[1:]):
+    for low, high in itertools.pairwise(scores):
         middle = float(low + (high - low) / 2)
         index = float((a > middle).mean() - (b > middle).mean())
         if index >= best and index > 0:

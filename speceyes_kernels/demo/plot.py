@@ -57,22 +57,19 @@ def plot(path: Path, rows: Sequence[Row], result: dict[str, Any], *, model: str)
         fontsize=9,
         color="0.25",
     )
+    axes["all"].tick_params(labelbottom=True)
     axes["all"].legend(loc="upper right", frameon=False, fontsize=9)
     for name in ("word", "option"):
         axes[name].set_xlabel("answer separability S (min over the answer's tokens)")
     for name in ("all", "number", "word"):
         axes[name].set_ylabel("density")
     figure.suptitle(
-        f"Score of right and wrong answers: {_name(model)}, {len(rows)} questions\n",
+        f"Score of right and wrong answers: {Path(model).name}, {len(rows)} questions",
         fontsize=13,
         fontweight="bold",
     )
     figure.savefig(path, dpi=150)
     plt.close(figure)
-
-
-def _name(model: str) -> str:
-    return Path(model).name
 
 
 def _panel(

@@ -33,7 +33,7 @@ class Question:
     @property
     def prompt(self) -> str:
         """What the model is asked: the text, and the choices with their letters."""
-        choices = " ".join(f"({letter}) {option}" for letter, option in zip(LETTERS, self.options))
+        choices = " ".join(f"({letter}) {option}" for letter, option in zip(LETTERS, self.options, strict=False))
         return f"{self.text} {choices}".rstrip()
 
 

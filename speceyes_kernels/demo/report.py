@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
@@ -85,7 +87,7 @@ def figures(rows: Sequence[Row], threshold: Threshold) -> dict[str, Any]:
     reported = threshold.reported(rows)
     groups = {"all": list(rows)} | {kind: [row for row in rows if row.kind == kind] for kind in KINDS}
     groups = {name: members for name, members in groups.items() if members}
-    separation = {}
+    separation: dict[str, dict[str, Any]] = {}
     for pool in POOL_IDS:
         separation[pool] = {}
         for name, members in groups.items():
@@ -99,6 +101,7 @@ def figures(rows: Sequence[Row], threshold: Threshold) -> dict[str, Any]:
             **_share(members),
             "median_score_right": _median(row.score for row in members if row.right),
             "median_score_wrong": _median(row.score for row in members if not row.right),
+            "most_common_answer": _most_common(row.draft.text for row in members),
             **{key: value for key, value in decisions(judged, threshold.tau).items() if key != "all"},
         }
     return {
@@ -118,6 +121,12 @@ def figures(rows: Sequence[Row], threshold: Threshold) -> dict[str, Any]:
 def _median(scores: Iterable[float]) -> float | None:
     values = list(scores)
     return median(values) if values else None
+
+
+def _most_common(answers: Iterable[str]) -> dict[str, Any]:
+    counts = Counter(answers)
+    answer, count = counts.most_common(1)[0]
+    return {"answer": answer, "share": count / counts.total()}
 
 
 def json_ready(value: Any) -> Any:
@@ -164,9 +173,10 @@ def _percent(share: dict[str, Any]) -> str:
 
 
 def _table(title: str, *columns: str, text_columns: int = 1) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", header_style="bold", pad_edge=False)
+    table = Table(title=title, title_justify="left", title_style="bold", header_style="bold", box=SIMPLE_HEAD)
+    table.padding, table.pad_edge = (0, 1, 0, 0), False
     for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index < text_columns else "right", no_wrap=True)
+        table.add_column(column, justify="left" if index < text_columns else "right")
     return table
 
 
@@ -175,26 +185,36 @@ def _cut(text: str, width: int) -> str:
     return line if len(line) <= width else line[: width - 1] + "…"
 
 
-def questions_table(rows: Sequence[Row], threshold: Threshold) -> Table:
-    """Question, answer, score, confidence, decision, verdict: one row a question that is judged."""
+def _squeeze(text: str, width: int) -> str:
+    """Start and end of a question: many start alike, what they ask for stands at their end."""
+    head = width // 3
+    return text if len(text) <= width else f"{text[:head]}…{text[head + 1 - width :]}"
+
+
+def questions_table(rows: Sequence[Row], threshold: Threshold, width: int) -> Table:
+    """Question, answer, score, confidence, decision, verdict: one row a question that is judged.
+
+    In ``width`` columns the figures stand whole; texts share what they leave.
+    """
     judged = threshold.reported(rows)
-    table = _table(f"{len(judged)} questions, decided at tau = {threshold.tau:g}", "type", "question", "answer")
-    for column in ("S (min)", "confidence"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for column in ("decision", "answer is"):
-        table.add_column(column, no_wrap=True)
+    title = f"{len(judged)} questions, decided at tau = {threshold.tau:g} (green: a good decision)"
+    table = _table(title, "type", "question", "answer", "S (min)", "conf.", "decision", "right?", text_columns=3)
+    spare = max(0, width - 80)
+    widths = (6, 17 + spare // 2, 11 + spare // 4, 7, 5, 8, 11 + spare // 4)
+    for column, size in zip(table.columns, widths, strict=True):
+        column.width, column.no_wrap = size, True
+    for column in table.columns[5:]:
+        column.justify = "left"
     for row in sorted(judged, key=lambda r: (KINDS.index(r.draft.question.kind), -r.score)):
-        taken = accept(row.score, threshold.tau)
-        good = taken == row.right
-        verdict = "right" if row.right else f"wrong: {row.draft.question.answers[0]}"
+        taken = bool(accept(row.score, threshold.tau))
         table.add_row(
             row.kind,
-            _cut(row.draft.question.text, 44),
-            _cut(row.draft.text, 18),
+            Text(_squeeze(row.draft.question.text, widths[1])),
+            Text(_cut(row.draft.text, widths[2])),
             _number(row.score),
             _number(float(confidence(row.score)), 3),
-            Text("accept" if taken else "reject", style="green" if good else "red"),
-            Text(_cut(verdict, 20), style="green" if row.right else "red"),
+            Text("accept" if taken else "reject", style="green" if taken == row.right else "red"),
+            Text("✓" if row.right else _cut(f"✗ {row.draft.question.answers[0]}", widths[6])),
         )
     return table
 
@@ -224,11 +244,17 @@ def tau_table(result: dict[str, Any]) -> Table:
 
 def types_table(result: dict[str, Any]) -> Table:
     table = _table(
-        "S is not comparable between answer types: one tau takes most of one type and none of another",
-        *("type", "right", "median S right", "median S wrong", "accepted", "accuracy accepted [95 %]"),
+        "S is not comparable between answer types: the same tau takes most of one type and next to none of another",
+        *("type", "right", "S of right", "S of wrong", "accepted", "accuracy accepted", "same answer"),
     )
+    table.caption = (
+        "S: medians. Same answer: share of the most common one; a model that says the same to everything has no "
+        "doubts for a score to show."
+    )
+    table.caption_justify = "left"
     for name, entry in result["types"].items():
         judged = entry["accepted"]["answers"] + entry["rejected"]["answers"]
+        common = entry["most_common_answer"]
         table.add_row(
             name,
             f"{entry['right']} of {entry['answers']}",
@@ -236,6 +262,7 @@ def types_table(result: dict[str, Any]) -> Table:
             _number(entry["median_score_wrong"]),
             f"{entry['accepted']['answers']} of {judged}",
             _percent(entry["accepted"]),
+            Text(f"{common['share']:.0%} {_cut(common['answer'], 8)}"),
         )
     return table
 
@@ -258,7 +285,7 @@ def auroc_table(result: dict[str, Any]) -> Table:
 def show(console: Console, rows: Sequence[Row], threshold: Threshold, result: dict[str, Any]) -> None:
     """Prints every table."""
     tables = [
-        questions_table(rows, threshold),
+        questions_table(rows, threshold, console.width),
         decisions_table(result),
         tau_table(result),
         types_table(result),

