@@ -1,12 +1,13 @@
 """The ops as Triton kernels, in torch's namespace ``speceyes_triton`` (design: docs/triton.md).
 
-For GPUs without a native build of this library. Capture-safe: the current stream, no synchronisation, scratch memory from
-torch, grids that depend on shapes only. With ``TRITON_INTERPRET=1`` set before Triton is imported, the same kernels run
-in Triton's interpreter on CPU tensors (slowly: for tests).
+For GPUs without a native build of this library. Capture-safe: the current stream, no synchronisation, scratch memory
+from torch, grids that depend on shapes only. With ``TRITON_INTERPRET=1`` set before Triton is imported, the same
+kernels run in Triton's interpreter on CPU tensors (slowly: for tests).
 """
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Sequence
 
@@ -55,7 +56,7 @@ _INTERPRETED = not isinstance(_rows.stream_kernel, triton.runtime.JITFunction)
 
 # ---- launching -------------------------------------------------------------------------------------------------------
 def _launch(kernel, grid: int, args: tuple, warps: int, constants: dict) -> None:
-    # Fusing a * b + c would make the bits of the sums depend on the compiler's choices (its default differs by version).
+    # Fusing a * b + c would make the bits of the sums depend on the compiler's choices; the default differs by version.
     kernel[(grid,)](*args, num_warps=warps, num_stages=1, enable_fp_fusion=False, **constants)
 
 
@@ -92,7 +93,9 @@ def _warps(elements: int) -> int:
 class _Stream:
     """Launches the streaming kernel and holds what the selecting kernels need of it."""
 
-    def __init__(self, logits: Tensor, vocab: int, k: int, counters: bool = False) -> None:
+    def __init__(
+        self, logits: Tensor, vocab: int, k: int, counters: bool = False, answers: Tensor | None = None
+    ) -> None:
         rows = logits.shape[0]
         tiles = max(1, -(-vocab // TILE))
         self.k2 = max(16, 1 << _log2(k))
@@ -112,7 +115,9 @@ class _Stream:
         ).split([rows * tiles * (TILE // 64), rows * tiles * 2, rows * 3 * self.k2, rows])
         row = (logits, row_stride, col_stride, vocab, tiles, keys, partials.view(torch.float32))
         _launch(
-            _rows.stream_kernel, rows * tiles, (*row, self.counters if counters else None), _STREAM_WARPS,
+            _rows.stream_kernel, rows * tiles,
+            (*row, self.counters if counters else None, answers, 0 if answers is None else answers.numel()),
+            _STREAM_WARPS,
             shape | {"HALVES": _log2(TILE // (32 * _STREAM_WARPS * width)), "ALL": _log2(TILE)},
         )  # fmt: skip
         tiles2 = 1 << _log2(tiles)
@@ -166,18 +171,18 @@ def partial_topk(logits, k, valid_vocab, offset, values, argmax, lse):
 
 
 def answer_separability(
-    logits, cu_seqlens, token_mask, k, valid_vocab, include_top1, eps, min_competitors, pools, bottom_share, bottom_ceil,
-    records, out,
+    logits, cu_seqlens, token_mask, k, valid_vocab, include_top1, eps, min_competitors, pools, bottom_share,
+    bottom_ceil, records, out,
 ):  # fmt: skip
     rows, answers = logits.shape[0], cu_seqlens.shape[0] - 1
-    if not answers and not rows:
+    if not rows:
+        out.fill_(-math.inf)
         return
     with _on_device(logits):
-        # Without rows the empty answers still want their -inf: one row of scratch keeps the arguments valid.
-        s = _Stream(logits if rows else logits.new_empty((1, max(1, valid_vocab))), valid_vocab, k, counters=True)
+        s = _Stream(logits, valid_vocab, k, counters=True, answers=out)
         code, num_pools, want_bottom = _pool_code(pools)
         _launch(
-            _rows.select_answers_kernel, rows + answers,
+            _rows.select_answers_kernel, rows,
             (*s.args, k, eps, min_competitors, records, rows, cu_seqlens.contiguous(), _bytes(token_mask), s.counters,
              answers, code, num_pools, want_bottom, _share_bits(bottom_share), int(bottom_ceil), out),
             s.warps, s.constants | {"INCLUDE": include_top1, "CHUNK": _CHUNK},

@@ -1,7 +1,7 @@
 """Triton kernels of the row statistics: stream, select, merge (see docs/triton.md). Device code only; no torch here.
 
-Order of floating-point sums is fixed by index, never by the register layout that the compiler chose: every sum is a tree
-of two-element reductions (`fold`), so a row has the same bits at any alignment, stride, batch and number of warps.
+The order of floating-point sums is fixed by index, never by the register layout that the compiler chose: every sum is
+a tree of two-element reductions (`fold`), so a row has the same bits at any alignment, stride, batch or warp count.
 """
 
 import triton
@@ -153,11 +153,14 @@ def finish(ordered, k, has_nan, eps, min_competitors, SHIFT: tl.constexpr, K2: t
 
 
 # ---- stream ----------------------------------------------------------------------------------------------------------
-@triton.jit(do_not_specialize=["row_stride", "col_stride", "vocab", "tiles"])
-def stream_kernel(logits, row_stride, col_stride, vocab, tiles, keys, partials, counters, TILE: tl.constexpr,
-                  VEC: tl.constexpr, UNIT: tl.constexpr, SHIFT: tl.constexpr, HALVES: tl.constexpr,
-                  ALL: tl.constexpr):  # fmt: skip
-    """Program per (row, tile): the maximum of every 64 columns, (max, sum of exponentials) of the tile."""
+@triton.jit(do_not_specialize=["row_stride", "col_stride", "vocab", "tiles", "answer_values"])
+def stream_kernel(logits, row_stride, col_stride, vocab, tiles, keys, partials, counters, answers, answer_values,
+                  TILE: tl.constexpr, VEC: tl.constexpr, UNIT: tl.constexpr, SHIFT: tl.constexpr,
+                  HALVES: tl.constexpr, ALL: tl.constexpr):  # fmt: skip
+    """Program per (row, tile): the maximum of every 64 columns, (max, sum of exponentials) of the tile.
+
+    For the pools of the next launch: counters to zero, answers to -inf (what one without rows keeps).
+    """
     BLOCKS: tl.constexpr = TILE // BLOCK
     pid = tl.program_id(0)
     row = pid // tiles
@@ -186,8 +189,11 @@ def stream_kernel(logits, row_stride, col_stride, vocab, tiles, keys, partials, 
     tl.store(partials + place * 2, tile_max)
     tl.store(partials + place * 2 + 1, total)
     if counters is not None:
-        if tile == 0:
-            tl.store(counters + row, 0)
+        tl.store(counters + row, 0, mask=tile == 0)
+    if answers is not None:
+        for base in range(pid * 1024, answer_values, tl.num_programs(0) * 1024):
+            i = base + tl.arange(0, 1024)
+            tl.store(answers + i, tl.full([1024], -INF, tl.float32), mask=i < answer_values)
 
 
 # ---- select ----------------------------------------------------------------------------------------------------------
@@ -294,7 +300,7 @@ def select_row(row, logits, row_stride, col_stride, vocab, tiles, keys, partials
         tl.store(records_out + row64 * 2 + 1, logp)
     if values_out is not None:
         v = from_key(tl.load(ordered + i), SHIFT)
-        tl.store(values_out + row64 * k + i, tl.where(has_nan & (i == 0), float("nan"), v), mask=i < k)
+        tl.store(values_out + row64 * k + i, tl.where(i == 0, tl.where(has_nan, float("nan"), v), v), mask=i < k)
 
 
 _INTS = ["row_stride", "col_stride", "vocab", "tiles", "k", "offset", "min_competitors"]
@@ -325,7 +331,8 @@ def select_slots_kernel(logits, row_stride, col_stride, vocab, tiles, keys, part
     slot = tl.load(slots + row).to(tl.int64)
     if (slot >= 0) & (slot < num_slots):
         first, n = slot_rows(slots, slot, rows, CHUNK)
-        if arrive(counters + first, n):
+        last = arrive(counters + first, n)
+        if last:
             update_slot(slot, records, 2, records + 1, 2, slots, accepted, first, rows, sums, mins, counts, scores,
                         max_tokens, CHUNK)  # fmt: skip
 
@@ -336,27 +343,20 @@ def select_answers_kernel(logits, row_stride, col_stride, vocab, tiles, keys, pa
                           share_bits, ceil, out, TILE: tl.constexpr, VEC: tl.constexpr, UNIT: tl.constexpr,
                           SHIFT: tl.constexpr, TILES2: tl.constexpr, LOG_TILES: tl.constexpr, K2: tl.constexpr,
                           LOG_K: tl.constexpr, INCLUDE: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
-    """`select_row`, then the pool: the program that completes an answer's rows pools them, in row order.
-
-    Programs past the rows, one an answer, serve the answers without rows.
-    """
-    pid = tl.program_id(0)
-    if pid < rows:
-        select_row(pid, logits, row_stride, col_stride, vocab, tiles, keys, partials, scratch, k, 0, eps,
-                   min_competitors, None, None, None, None, None, None, None, records, None, TILE, VEC, UNIT, SHIFT,
-                   TILES2, LOG_TILES, K2, LOG_K, INCLUDE)  # fmt: skip
-        answer = answer_of(cu, pid, answers, CHUNK)
-    else:
-        answer = pid - rows
+    """`select_row`, then the pool: the program that completes an answer's rows pools them, in row order."""
+    row = tl.program_id(0)
+    select_row(row, logits, row_stride, col_stride, vocab, tiles, keys, partials, scratch, k, 0, eps,
+               min_competitors, None, None, None, None, None, None, None, records, None, TILE, VEC, UNIT, SHIFT,
+               TILES2, LOG_TILES, K2, LOG_K, INCLUDE)  # fmt: skip
+    answer = answer_of(cu, row, answers, CHUNK)
     if answer < answers:
         begin = tl.minimum(tl.maximum(tl.load(cu + answer).to(tl.int64), 0), rows)
         end = tl.minimum(tl.maximum(tl.load(cu + answer + 1).to(tl.int64), 0), rows)
-        mine = (pid >= rows) & (end <= begin)
-        if (pid < rows) & (begin <= pid) & (pid < end):
-            mine = arrive(counters + begin, end - begin)
-        if mine:
-            pool_answer(records, begin, tl.maximum(begin, end), mask, code, num_pools, want_bottom, share_bits, ceil, out,
-                        answer, answers, CHUNK)  # fmt: skip
+        if (begin <= row) & (row < end):
+            last = arrive(counters + begin, end - begin)
+            if last:
+                pool_answer(records, begin, end, mask, code, num_pools, want_bottom, share_bits, ceil, out, answer,
+                            answers, CHUNK)  # fmt: skip
 
 
 # ---- merge -----------------------------------------------------------------------------------------------------------
@@ -378,9 +378,7 @@ def merge_kernel(values, argmaxes, lses, shards, rows, k, scratch, eps, min_comp
     t = kth_key(candidates, k, tl.full([], NEG_INF_KEY - 1, tl.int32), highest)
     kept = compact(candidates > t, candidates, scratch, 0)
     ordered = fill_and_sort(scratch, kept, t, k, K2)
-    top1, mean, std, count, score, rejected, certain = finish(
-        ordered, k, has_nan, eps, min_competitors, 0, K2, LOG_K, INCLUDE
-    )
+    top1, mean, std, count, score, _, _ = finish(ordered, k, has_nan, eps, min_competitors, 0, K2, LOG_K, INCLUDE)
 
     best = tl.load(values + at * k, mask=here, other=-INF)
     where = tl.load(argmaxes + at, mask=here, other=0)

@@ -55,8 +55,9 @@ def add_record(score, logp, tokens, scored, sum_score, sum_logp, min_score, min_
     graded = score < INF
     sum_score += tl.where(graded, score, 0.0).to(tl.float64)
     sum_logp += logp.to(tl.float64)
-    return (tokens + 1, scored + graded.to(tl.int32), sum_score, sum_logp, tl.where(score < min_score, score, min_score),
-            tl.where(logp < min_logp, logp, min_logp), score, graded)  # fmt: skip
+    min_score = tl.where(score < min_score, score, min_score)
+    min_logp = tl.where(logp < min_logp, logp, min_logp)
+    return tokens + 1, scored + graded.to(tl.int32), sum_score, sum_logp, min_score, min_logp, score, graded
 
 
 @triton.jit
@@ -112,7 +113,7 @@ def write_pools(tokens, scored, sum_score, sum_logp, min_score, min_logp, bottom
     mean = (sum_score / tl.maximum(scored, 1).to(tl.float64)).to(tl.float32)
     log = tl.exp(sum_logp / tl.maximum(tokens, 1).to(tl.float64)).to(tl.float32)
     at = out + column
-    for i in range(0, num_pools):
+    for i in range(num_pools):
         pool = (code >> (3 * i)) & 7
         value = tl.where(pool == MEAN, mean, bottom)
         value = tl.where(scored == 0, INF, value)
@@ -219,8 +220,10 @@ def read_kernel(sums, mins, counts, scores, slots, columns, num_slots, max_token
     known = (slot >= 0) & (slot < num_slots)
     tokens = tl.load(counts + slot * 2, mask=known, other=0)
     scored = tl.load(counts + slot * 2 + 1, mask=known, other=0)
-    sum_score, sum_logp = tl.load(sums + slot * 2, mask=known, other=0.0), tl.load(sums + slot * 2 + 1, mask=known, other=0.0)
-    min_score, min_logp = tl.load(mins + slot * 2, mask=known, other=INF), tl.load(mins + slot * 2 + 1, mask=known, other=INF)
+    sum_score = tl.load(sums + slot * 2, mask=known, other=0.0)
+    sum_logp = tl.load(sums + slot * 2 + 1, mask=known, other=0.0)
+    min_score = tl.load(mins + slot * 2, mask=known, other=INF)
+    min_logp = tl.load(mins + slot * 2 + 1, mask=known, other=INF)
     bottom = tl.full([], -INF, tl.float32)  # a list that did not hold all scores has none
     if (want_bottom != 0) & (scored > 0) & (scored <= max_tokens):
         bottom = bottom_mean(

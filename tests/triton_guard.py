@@ -5,10 +5,10 @@ neither overruns nor races. Inside ``with guard():`` every load and store is che
 
 * bounds: an address must lie in the tensor whose pointer it was computed from (provenance, not just "some tensor");
 * between programs: two that touch an element, one of them storing, must be ordered by atomics (release, then acquire);
-* within a program: lanes exchange data through memory only across ``tl.debug_barrier()``, and a release comes after one;
+* within a program: lanes exchange data through memory only across ``tl.debug_barrier()``; a release comes after one;
 * no store names one address twice.
 
-Programs run in an order drawn from ``seed`` (None: ascending). Nested device functions also run faster in here, since the
+Programs run in an order drawn from ``seed`` (None: ascending). Nested device functions also run faster in here: the
 language is patched once a launch and not at every call.
 """
 
@@ -22,7 +22,9 @@ from types import SimpleNamespace
 import numpy as np
 import triton.language as tl
 import triton.runtime.interpreter as interp
+from triton._C.libtriton import ir
 
+_SEM = ir.MEM_SEMANTIC
 _POINTER_OPS = ("create_addptr", "create_broadcast", "create_splat", "create_expand_dims", "create_reshape")
 
 
@@ -132,12 +134,13 @@ class Guard:
         s.writer[at], s.write_epoch[at] = self.program, self.epoch
         self.stored_in_epoch |= at.size > 0
 
-    def atomic(self, ptrs, mask, sem: str) -> None:
+    def atomic(self, ptrs, mask, semantics: object) -> None:
+        sem = {_SEM.RELAXED: "", _SEM.ACQUIRE: "a", _SEM.RELEASE: "r", _SEM.ACQUIRE_RELEASE: "ar"}[semantics]
         region, at = self._at(ptrs, mask, "atomic")
         for address in (at + region.shadow.base).tolist():
-            if sem in ("acquire", "acq_rel"):
+            if "a" in sem:
                 self.known[self.program] |= self.released[address]
-            if sem in ("release", "acq_rel"):
+            if "r" in sem:
                 if self.stored_in_epoch:
                     self.fail("race: release of stores that no barrier separates from it")
                 self.released[address] |= {self.program} | self.known[self.program]
@@ -168,22 +171,19 @@ def guard(seed: int | None = None) -> Iterator[Guard]:
         if hasattr(builder, name):
             patch(builder, name, with_region)
 
-    def checked(check, sem_at: int | None = None, first: int = 0, mask_at: int = 1):
+    def checked(check):
         def make(old):
             def call(*args):
-                if sem_at is None:
-                    check(args[first], args[mask_at])
-                else:
-                    check(args[first], args[mask_at], str(args[sem_at]).rsplit(".", 1)[-1].lower().replace("acquire_release", "acq_rel"))
+                check(*args)
                 return old(*args)
 
             return call
 
         return make
 
-    patch(builder, "create_masked_load", checked(g.load))
-    patch(builder, "create_masked_store", checked(g.store, mask_at=2))
-    patch(builder, "create_atomic_rmw", checked(g.atomic, sem_at=4, first=1, mask_at=3))
+    patch(builder, "create_masked_load", checked(lambda ptrs, mask, *_: g.load(ptrs, mask)))
+    patch(builder, "create_masked_store", checked(lambda ptrs, value, mask, *_: g.store(ptrs, mask)))
+    patch(builder, "create_atomic_rmw", checked(lambda op, ptrs, value, mask, sem, *_: g.atomic(ptrs, mask, sem)))
 
     def no_cas(old):
         return lambda *args: g.fail("atomic_cas: this guard does not know it")
