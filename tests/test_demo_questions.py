@@ -25,8 +25,8 @@ from speceyes_kernels.demo.questions import (
     [
         ("7", 7), (" 7.", 7), ("7 days", 7), ("There are 7 days in a week.", 7), ("3 + 4 = 7", 7), ("1,830", 1830),
         ("10,080 minutes", 10080), ("$12", 12), ("-5", -5), ("\N{MINUS SIGN}5", -5), ("= -5", -5),
-        ("3.50", Fraction(7, 2)), ("seven", 7), ("Twenty-six letters", 26), ("ninety", 90), ("7\nQuestion: 8?", 7), ("\n\n 8", 8),
-        ("7 (seven)", 7), ("12km", 12), ("twenty one or 21", 21), ("twenty one", 21),
+        ("3.50", Fraction(7, 2)), ("seven", 7), ("Twenty-six letters", 26), ("ninety", 90), ("7\nQuestion: 8?", 7),
+        ("\n\n 8", 8), ("7 (seven)", 7), ("12km", 12), ("twenty one or 21", 21), ("twenty one", 21),
         ("100%", 100), ("Zero", 0), ("007", 7), ("It is 8, yes 8.", 8), ("16", 16),
     ],
 )  # fmt: skip
