@@ -50,10 +50,8 @@ def _versions() -> str:
 
 
 def _rebuild() -> str:
-    return (
-        f"Rebuild it in a checkout of speceyes_kernels: {sys.executable} -m pip install --no-build-isolation "
-        "--force-reinstall --no-deps ."
-    )
+    command = f"{sys.executable} -m pip install --no-build-isolation --force-reinstall --no-deps ."
+    return f"Rebuild it in a checkout of speceyes_kernels:\n    {command}"
 
 
 def _load() -> None:
@@ -95,7 +93,7 @@ def load() -> None:
             except Exception as error:
                 text = f"{type(error).__name__}: {error}"
                 _failure = (
-                    f"the native extension of speceyes_kernels cannot be loaded: {text}\n({_versions()})\n{_rebuild()}",
+                    f"the native extension of speceyes_kernels cannot be loaded: {text}\n{_rebuild()}\n({_versions()})",
                     error,
                 )
     if _failure is not None:
