@@ -85,6 +85,8 @@ def parse_options(value: Any) -> GateOptions | None:
             value = json.loads(value)
         except ValueError:
             raise GateOptionError(KEY, f'expected JSON such as {{"tau": 0.98}}, got {value!r}') from None
+        if value is None:
+            return None
     if isinstance(value, (bool, int, float)) and value in (0, 1):
         return GateOptions() if value else None
     if not isinstance(value, dict):

@@ -211,5 +211,6 @@ class GateState:
         """Counters and sizes: what must return to baseline, and what only grows."""
         return {
             **self.counters, "active": sum(1 for _ in self.running()), "parked": len(self.parked),
-            "waiting": len(self.ring), "dropped": self.ring.dropped, "slots": self.slots.used, "pages": self.slots.pages,
+            "waiting": len(self.ring), "dropped": self.ring.dropped, "slots": self.slots.used,
+            "pages": self.slots.pages,
         }  # fmt: skip
