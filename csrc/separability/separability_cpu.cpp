@@ -40,9 +40,10 @@ bool runs_here(Isa isa) {
   __builtin_cpu_init();
   const uint64_t saved = saved_registers();
   if (isa == Isa::kAvx2)
-    return (saved & kAvxState) == kAvxState && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
-  return (saved & kAvx512State) == kAvx512State && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    return (saved & kAvxState) == kAvxState && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+           has_f16c();
+  return (saved & kAvx512State) == kAvx512State && __builtin_cpu_supports("avx512f") &&
+         __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 #else
   return false;
 #endif
@@ -69,7 +70,9 @@ Isa choose_isa() {
 
 constexpr int64_t kTaskElements = 32768;  // less is not worth a second thread
 
-int64_t grain_for(int64_t elements_each) { return std::max<int64_t>(1, kTaskElements / std::max<int64_t>(1, elements_each)); }
+int64_t grain_for(int64_t elements_each) {
+  return std::max<int64_t>(1, kTaskElements / std::max<int64_t>(1, elements_each));
+}
 
 template <class Fn>
 void for_ranges(ParallelFor parallel, int64_t n, int64_t elements_each, const Fn& fn) {
@@ -78,8 +81,9 @@ void for_ranges(ParallelFor parallel, int64_t n, int64_t elements_each, const Fn
     if (n > 0) fn(int64_t(0), n);
     return;
   }
-  parallel(n, grain, [](void* ctx, int64_t begin, int64_t end) { (*static_cast<const Fn*>(ctx))(begin, end); },
-           const_cast<Fn*>(&fn));
+  parallel(
+      n, grain, [](void* ctx, int64_t begin, int64_t end) { (*static_cast<const Fn*>(ctx))(begin, end); },
+      const_cast<Fn*>(&fn));
 }
 
 // Grows only; one per thread, so that no row allocates.
@@ -133,8 +137,10 @@ Moments moments(const float* values, int begin, int end, double second) {
   return {mean, std::sqrt(((squares[0] + squares[1]) + (squares[2] + squares[3])) / n)};
 }
 
-// Everything of row r that follows from its sorted top k, the column of its maximum and its log-sum-exp.
-void write_row(int64_t r, const float* values, int64_t argmax, double lse, bool has_nan, const ScoreParams& p, const RowOut& out) {
+// Everything of row r that follows from its sorted top k, the column of its maximum and its log-sum-exp. Which zero of
+// a tie is kept depends on the path, so -0.0 becomes 0.0.
+void write_row(int64_t r, const float* values, int64_t argmax, double lse, bool has_nan, const ScoreParams& p,
+               const RowOut& out) {
   RowShape shape{0, 0, has_nan};
   float top1 = quiet_nan(), mean = quiet_nan(), std = quiet_nan();
   Record record{neg_inf(), neg_inf()};
@@ -142,9 +148,9 @@ void write_row(int64_t r, const float* values, int64_t argmax, double lse, bool 
   if (!has_nan) {
     while (shape.kept < p.k && values[shape.kept] > neg_inf()) shape.kept++;
     while (shape.pos_infs < shape.kept && values[shape.pos_infs] == pos_inf()) shape.pos_infs++;
-    top1 = values[0];
+    top1 = values[0] + 0.f;
     count = competitors(shape);
-    float gap = 0, dm = 0, sd = 0;
+    double gap = 0, dm = 0, sd = 0;
     if (count > 0) {
       const double second = values[1];
       const Moments rest = moments(values, 1, count + 1, second);
@@ -152,9 +158,9 @@ void write_row(int64_t r, const float* values, int64_t argmax, double lse, bool 
       std = float(rest.std);
       if (shape.pos_infs == 0) {
         const Moments scored = p.include_top1 ? moments(values, 0, count + 1, second) : rest;
-        gap = float(values[0] - second);
-        dm = float(scored.mean);
-        sd = float(scored.std);
+        gap = values[0] - second;
+        dm = scored.mean;
+        sd = scored.std;
       }
     }
     // log p from the unrounded log-sum-exp: at logits near 1,000 a float32 has 6e-5 to give.
@@ -177,7 +183,7 @@ void write_row(int64_t r, const float* values, int64_t argmax, double lse, bool 
       v[0] = quiet_nan();
       std::fill(v + 1, v + p.k, neg_inf());
     } else {
-      std::copy(values, values + p.k, v);
+      for (int i = 0; i < p.k; i++) v[i] = values[i] + 0.f;
     }
   }
 }
@@ -230,7 +236,8 @@ struct RowsJob {
       }
     });
     for_ranges(parallel, x.rows, kTaskElements / 2, [&](int64_t begin, int64_t end) {
-      for (int64_t r = begin; r < end; r++) finish_row(r, maxima + r * chunks * kChunkBlocks, sums + r * chunks, scratch());
+      for (int64_t r = begin; r < end; r++)
+        finish_row(r, maxima + r * chunks * kChunkBlocks, sums + r * chunks, scratch());
     });
   }
 };

@@ -20,7 +20,8 @@ struct RowView {
   int64_t col_stride;
 };
 
-// sum = sum of exp(x - ref) over a chunk, NaN when the chunk holds one; ref = -inf: nothing but -inf; ref = +inf: holds +inf.
+// sum = sum of exp(x - ref) over a chunk, NaN when the chunk holds one; ref = -inf: nothing but -inf; ref = +inf: holds
+// +inf.
 struct ChunkSum {
   double sum;
   double ref;

@@ -1,6 +1,7 @@
-// Pools over token records: whole answers, and slots that grow by a row at a time. Both add the same records in the same
-// order to the same accumulators, so they agree to the bit.
+// Pools over token records: whole answers, and slots that grow by a row at a time. Both add the same records in the
+// same order to the same accumulators, so they agree to the bit.
 #include <algorithm>
+#include <cmath>
 #include <vector>
 
 #include "score_math.h"
@@ -13,8 +14,10 @@ int64_t at(const Index& index, int64_t i) {
   return index.is64 ? static_cast<const int64_t*>(index.data)[i] : static_cast<const int32_t*>(index.data)[i];
 }
 
+// What add() makes of a caller's record, so that the list of scores holds the same.
 Record record_at(const Scores& s, int64_t i) {
-  return {s.score[i * s.score_stride], s.logp ? s.logp[i * s.logp_stride] : 0.f};
+  const Record r{s.score[i * s.score_stride], s.logp ? s.logp[i * s.logp_stride] : 0.f};
+  return r.score > neg_inf() && !std::isnan(r.logp) ? r : Record{neg_inf(), neg_inf()};
 }
 
 // Mean of the lowest scores; reorders them.
@@ -64,7 +67,7 @@ void pool_answers_cpu(const Scores& s, int64_t rows, const AnswerJob& job, Paral
         if (job.mask && !job.mask[r]) continue;
         const Record record = record_at(s, r);
         const int32_t position = add(a, record);
-        if (bottom && position >= 0) list[size_t(position)] = std::isnan(record.score) ? neg_inf() : record.score;
+        if (bottom && position >= 0) list[size_t(position)] = record.score;
       }
       write_pools(a, bottom ? list.data() : nullptr, job.query, job.out + answer, job.answers);
     }
@@ -87,8 +90,7 @@ void update_slots_cpu(const Scores& s, int64_t rows, const SlotJob& job) {
     PoolAcc a{sums[0], sums[1], mins[0], mins[1], counts[0], counts[1]};
     const Record record = record_at(s, r);
     const int32_t position = add(a, record);
-    if (position >= 0 && position < state.max_tokens)
-      state.scores[slot * state.max_tokens + position] = std::isnan(record.score) ? neg_inf() : record.score;
+    if (position >= 0 && position < state.max_tokens) state.scores[slot * state.max_tokens + position] = record.score;
     sums[0] = a.sum_score, sums[1] = a.sum_logp;
     mins[0] = a.min_score, mins[1] = a.min_logp;
     counts[0] = a.tokens, counts[1] = a.scored;
@@ -103,8 +105,8 @@ void read_slots_cpu(const PoolState& state, Index slots, int64_t n, const PoolQu
     PoolAcc a;
     const bool known = slot >= 0 && slot < state.slots;
     if (known)
-      a = {state.sums[2 * slot],  state.sums[2 * slot + 1],   state.mins[2 * slot],
-           state.mins[2 * slot + 1], state.counts[2 * slot], state.counts[2 * slot + 1]};
+      a = {state.sums[2 * slot],     state.sums[2 * slot + 1], state.mins[2 * slot],
+           state.mins[2 * slot + 1], state.counts[2 * slot],   state.counts[2 * slot + 1]};
     const bool fits = bottom && known && a.scored <= state.max_tokens;
     if (fits) {
       const float* scores = state.scores + slot * state.max_tokens;

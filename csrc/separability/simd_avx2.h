@@ -21,7 +21,8 @@ struct Avx2 {
   SPECEYES_INLINE F sub(F a, F b) { return _mm256_sub_ps(a, b); }
   SPECEYES_INLINE F mul(F a, F b) { return _mm256_mul_ps(a, b); }
   SPECEYES_INLINE F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
-  SPECEYES_INLINE F fnma(F a, F b, F c) { return _mm256_fnmadd_ps(a, b, c); }
+  // d - n ln 2. One constant is enough where the product is not rounded: float(ln 2) is off by 2e-9.
+  SPECEYES_INLINE F less_ln2_times(F n, F d) { return _mm256_fnmadd_ps(n, set1(0.693147182f), d); }
   // b when either is NaN.
   SPECEYES_INLINE F max(F a, F b) { return _mm256_max_ps(a, b); }
   SPECEYES_INLINE F min(F a, F b) { return _mm256_min_ps(a, b); }
@@ -63,7 +64,8 @@ struct Avx2 {
     return _mm_cvtss_f32(_mm_min_ss(m, _mm_shuffle_ps(m, m, 1)));
   }
   SPECEYES_INLINE double hsum(F x) {
-    const __m256d s = _mm256_add_pd(_mm256_cvtps_pd(_mm256_castps256_ps128(x)), _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1)));
+    const __m256d s =
+        _mm256_add_pd(_mm256_cvtps_pd(_mm256_castps256_ps128(x)), _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1)));
     const __m128d t = _mm_add_pd(_mm256_castpd256_pd128(s), _mm256_extractf128_pd(s, 1));
     return _mm_cvtsd_f64(_mm_add_sd(t, _mm_unpackhi_pd(t, t)));
   }
@@ -71,7 +73,8 @@ struct Avx2 {
   // The maxima of eight vectors, in their order.
   SPECEYES_INLINE F transpose_max(const F (&m)[8]) {
     F a[4];
-    for (int i = 0; i < 4; i++) a[i] = max(_mm256_unpacklo_ps(m[2 * i], m[2 * i + 1]), _mm256_unpackhi_ps(m[2 * i], m[2 * i + 1]));
+    for (int i = 0; i < 4; i++)
+      a[i] = max(_mm256_unpacklo_ps(m[2 * i], m[2 * i + 1]), _mm256_unpackhi_ps(m[2 * i], m[2 * i + 1]));
     F b[2];
     for (int i = 0; i < 2; i++) {
       const __m256d lo = _mm256_castps_pd(a[2 * i]), hi = _mm256_castps_pd(a[2 * i + 1]);
@@ -81,8 +84,8 @@ struct Avx2 {
   }
   SPECEYES_INLINE void store_max8(float* out, const F (&m)[8]) { _mm256_storeu_ps(out, transpose_max(m)); }
 
-  // Vectors I and I + 1 of the block at p (I even), widened exactly. The lane order is the dtype's own: bfloat16 comes as
-  // even and odd columns.
+  // Vectors I and I + 1 of the block at p (I even), widened exactly. The lane order is the dtype's own: bfloat16 comes
+  // as even and odd columns.
   template <int I>
   SPECEYES_INLINE void load_pair(const float* p, F& a, F& b) {
     a = _mm256_loadu_ps(p + 8 * I);

@@ -36,7 +36,8 @@ struct Portable {
   SPECEYES_INLINE F sub(F a, F b) { return a - b; }
   SPECEYES_INLINE F mul(F a, F b) { return a * b; }
   SPECEYES_INLINE F fma(F a, F b, F c) { return a * b + c; }
-  SPECEYES_INLINE F fnma(F a, F b, F c) { return c - a * b; }
+  // d - n ln 2 in two steps (Cody and Waite): the first constant has 9 bits, so its product is exact.
+  SPECEYES_INLINE F less_ln2_times(F n, F d) { return (d - n * 0.693359375f) + n * 2.12194440e-4f; }
   // b when either is NaN.
   SPECEYES_INLINE F max(F a, F b) { return a > b ? a : b; }
   SPECEYES_INLINE F min(F a, F b) { return a < b ? a : b; }

@@ -17,6 +17,8 @@ struct RowKernel {
   static constexpr int kVectors = V::kBlockVectors;
   static constexpr int kGroupBlocks = 8;
   static constexpr int kGroup = kGroupBlocks * kBlock;
+  // Blocks in one float sum, 16 terms a lane or fewer: the rounding errors of equal terms add up.
+  static constexpr int kSumBlocks = 32 / kVectors;
   static constexpr int64_t kPrefetchBytes = 1024;
   // Sums of exp(x - ref) stay finite for x up to ref + this.
   static constexpr float kHeadroom = 64.f;
@@ -30,7 +32,7 @@ struct RowKernel {
     const F d = V::max(V::set1(-87.f), V::sub(x, ref));
     const F shifted = V::fma(d, V::set1(1.44269504f), magic);
     scale = V::bits_to_exponent(shifted);
-    const F r = V::fnma(V::sub(shifted, magic), V::set1(0.693147182f), d);  // float(ln 2) is off by 3e-9 only
+    const F r = V::less_ln2_times(V::sub(shifted, magic), d);
     // Minimax for the relative error on |r| <= ln(2) / 2, the first two coefficients held at 1: 1.1e-7.
     F p = V::fma(V::set1(0x1.106250p-7f), r, V::set1(0x1.572a64p-5f));
     p = V::fma(p, r, V::set1(0x1.5557b0p-3f));
@@ -81,14 +83,18 @@ struct RowKernel {
     F total = V::set1(0.f);
     for (int g = 0; g < groups; g++, maxima += kGroupBlocks) {
       F m[kGroupBlocks];
-      F sum0 = V::set1(0.f), sum1 = V::set1(0.f);
+      F sum = V::set1(0.f);
+      for (int run = 0; run < kGroupBlocks; run += kSumBlocks) {
+        F sum0 = V::set1(0.f), sum1 = V::set1(0.f);
 #pragma GCC unroll 1
-      for (int b = 0; b < kGroupBlocks; b++, p += kBlock) {
-        prefetch(p);
-        max_and_sum<0>(p, r, m[b], sum0, sum1);
+        for (int b = run; b < run + kSumBlocks; b++, p += kBlock) {
+          prefetch(p);
+          max_and_sum<0>(p, r, m[b], sum0, sum1);
+        }
+        sum = V::add(sum, V::add(sum0, sum1));
       }
       V::store_max8(maxima, m);
-      total = V::add(total, V::add(sum0, sum1));
+      total = V::add(total, sum);
     }
     return V::hsum(total);
   }
@@ -217,7 +223,8 @@ struct RowKernel {
   SPECEYES_INLINE int64_t keep_above(const float* x, int64_t n, float t, float* out, int64_t count) {
     const F tv = V::set1(t);
     for (int64_t i = 0; i < n; i += V::kLanes)
-      for (unsigned bits = V::mask_gt(V::load(x + i), tv); bits != 0; bits &= bits - 1) out[count++] = x[i + __builtin_ctz(bits)];
+      for (unsigned bits = V::mask_gt(V::load(x + i), tv); bits != 0; bits &= bits - 1)
+        out[count++] = x[i + __builtin_ctz(bits)];
     return count;
   }
 
@@ -280,7 +287,8 @@ struct RowKernel {
   }
 
   template <class T>
-  static void select_as(const RowView& row, const float* maxima, int64_t chunks, int k, float* values, float* a, float* b) {
+  static void select_as(const RowView& row, const float* maxima, int64_t chunks, int k, float* values, float* a,
+                        float* b) {
     const T* data = static_cast<const T*>(row.data);
     const int64_t blocks = chunks * kChunkBlocks, stride = row.col_stride;
     const float t = kth_block(maxima, blocks, k, a);
@@ -306,7 +314,8 @@ struct RowKernel {
 
   template <class T>
   SPECEYES_INLINE void prefetch_block(const T* p) {
-    for (size_t line = 0; line < kBlock * sizeof(T); line += 64) __builtin_prefetch(reinterpret_cast<const char*>(p) + line);
+    for (size_t line = 0; line < kBlock * sizeof(T); line += 64)
+      __builtin_prefetch(reinterpret_cast<const char*>(p) + line);
   }
 
   template <class T>
@@ -331,7 +340,8 @@ struct RowKernel {
       case DType::kBFloat16: return stream_as<BFloat16>(row, begin, end, with_exp, maxima, sums);
     }
   }
-  static void select(const RowView& row, const float* maxima, int64_t chunks, int k, float* values, float* a, float* b) {
+  static void select(const RowView& row, const float* maxima, int64_t chunks, int k, float* values, float* a,
+                     float* b) {
     switch (row.dtype) {
       case DType::kFloat32: return select_as<float>(row, maxima, chunks, k, values, a, b);
       case DType::kFloat16: return select_as<Float16>(row, maxima, chunks, k, values, a, b);
