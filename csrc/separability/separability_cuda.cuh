@@ -64,7 +64,8 @@ int launch_rows(const RowsJob& job) {
   const StreamShape shape = stream_shape(x.rows, chunks, job.multiprocessors);
   if (x.rows * shape.segments > 0x7fffffff) return int(cudaErrorInvalidConfiguration);
 
-  const StreamArgs stream{x.data, x.vocab, x.row_stride, x.col_stride, ws, chunks, shape.segments, shape.chunks_per_segment};
+  const StreamArgs stream{x.data, x.vocab, x.row_stride,    x.col_stride,
+                          ws,     chunks,  shape.segments, shape.chunks_per_segment};
   const unsigned blocks = unsigned(x.rows * shape.segments);
   const int64_t elem = sizeof(typename E::Bits);
   const bool aligned = x.col_stride == 1 && reinterpret_cast<uintptr_t>(x.data) % 16 == 0 &&
@@ -76,7 +77,8 @@ int launch_rows(const RowsJob& job) {
     LAUNCH((stream_kernel<E, false>), blocks, 32 * shape.warps, tiles, job.stream, stream);
   }
 
-  SelectArgs select{x.data, x.rows, x.vocab, x.row_stride, x.col_stride, ws, chunks, job.params, job.out, Job::kNone, {}, {}};
+  SelectArgs select{x.data, x.rows,     x.vocab, x.row_stride, x.col_stride, ws,
+                    chunks, job.params, job.out, Job::kNone,   {},           {}};
   if (job.slots) {
     select.job = Job::kSlots;
     select.slots = *job.slots;

@@ -32,8 +32,8 @@ __device__ __forceinline__ Spread spread(int first, int last, float origin, int 
   return {mean, simt_math::mul_rn(warp_sum(squares), share)};
 }
 
-// One warp calls. value_at(i), i < k, is the sorted top k, NaN-free unless has_nan. log_sum = lse - top1, kept apart from
-// top1 so that log p = -log_sum does not lose its digits to a large top1; it may be anything in rows whose lse is known.
+// One warp calls. value_at(i), i < k, is the sorted top k, NaN-free unless has_nan. log_sum = lse - top1, kept apart
+// so that log p = -log_sum does not lose its digits to a large top1; it may be anything in rows whose lse is known.
 template <class ValueAt>
 __device__ __forceinline__ void write_row(int64_t row, const ScoreParams& p, const RowOut& out, bool has_nan,
                                           int64_t argmax, float log_sum, int lane, ValueAt value_at) {

@@ -41,7 +41,8 @@ __device__ __forceinline__ bool last_to_arrive(int32_t* counter, int blocks, Poo
   return s.last;
 }
 
-// Sum of the m lowest scores, ascending, in double; valid in thread 0. score_at(i, score) is false for what is left out.
+// Sum of the m lowest scores, ascending, in double; valid in thread 0. score_at(i, score) is false for what is left
+// out.
 // 256 lowest at a time: select, sort, add; ties at a boundary are added as copies.
 template <class ScoreAt>
 __device__ __forceinline__ double sum_lowest(int64_t n, int64_t m, PoolShared& s, ScoreAt score_at) {
@@ -113,7 +114,7 @@ __device__ __forceinline__ void write_pools(const PoolQuery& q, const PoolAcc& t
   }
 }
 
-// ---- whole answers ---------------------------------------------------------------------------------------------------
+// ---- whole answers -------------------------------------------------------------------------------------------------
 struct AnswerRange {
   int64_t answer, begin, end;
 };
@@ -163,7 +164,8 @@ __device__ __forceinline__ AnswerRange answer_of_row(const AnswerJob& job, int64
   return r;
 }
 
-__device__ __forceinline__ void pool_answer(const AnswerJob& job, const float* records, const AnswerRange& r, PoolShared& s) {
+__device__ __forceinline__ void pool_answer(const AnswerJob& job, const float* records, const AnswerRange& r,
+                                            PoolShared& s) {
   const int tid = threadIdx.x;
   PoolAcc acc;  // thread 0's until the end
 #pragma unroll 1
@@ -187,7 +189,7 @@ __device__ __forceinline__ void pool_answer(const AnswerJob& job, const float* r
   });
 }
 
-// ---- streaming slots -------------------------------------------------------------------------------------------------
+// ---- streaming slots -----------------------------------------------------------------------------------------------
 __device__ __forceinline__ PoolAcc load_slot(const PoolState& state, int64_t slot) {
   PoolAcc a;
   a.sum_score = state.sums[2 * slot];
@@ -219,7 +221,9 @@ __device__ __forceinline__ void update_slots(const Scores& x, int64_t rows, cons
     if (row < rows && (job.accepted == nullptr || LDG(job.accepted + row) != 0)) slot = index_at(job.slots, row);
     if (slot < 0 || slot >= state.slots) slot = -1;
     s.slot[tid] = slot;
-    if (slot >= 0) s.record[tid] = {LDCG(x.score + row * x.score_stride), x.logp ? LDCG(x.logp + row * x.logp_stride) : 0.f};
+    if (slot >= 0) {
+      s.record[tid] = {LDCG(x.score + row * x.score_stride), x.logp ? LDCG(x.logp + row * x.logp_stride) : 0.f};
+    }
     for (int i = tid; i < kOwners; i += kThreads) s.owner[i] = kThreads;
     __syncthreads();
     if (slot >= 0) atomicMin(&s.owner[slot % kOwners], tid);
@@ -247,8 +251,8 @@ __device__ __forceinline__ void update_slots(const Scores& x, int64_t rows, cons
   }
 }
 
-__device__ __forceinline__ void read_slot(const PoolState& state, int64_t slot, const PoolQuery& query, PoolShared& s, float* out,
-                          int64_t stride) {
+__device__ __forceinline__ void read_slot(const PoolState& state, int64_t slot, const PoolQuery& query, PoolShared& s,
+                                          float* out, int64_t stride) {
   PoolAcc acc;
   if (slot >= 0 && slot < state.slots) acc = load_slot(state, slot);
   const float* scores = state.scores + slot * state.max_tokens;

@@ -1,5 +1,5 @@
-// Launch 2: one block a row. The k-th largest of the row's block maxima bounds its k-th largest value from below, so the
-// top k lies in fewer than k blocks and copies of the bound. Only those blocks are read again, and the one with argmax.
+// Launch 2: one block a row. The k-th largest of the row's block maxima bounds its k-th largest value from below, so
+// the top k lies in fewer than k blocks and copies of the bound. Only those blocks are read again, and the argmax's.
 #pragma once
 #include "separability_cuda_finish.cuh"
 #include "separability_cuda_pool.cuh"
@@ -88,7 +88,8 @@ struct SelectShared {
 
 // Fills s.top.sorted, s.argmax, s.log_sum, s.has_nan. Every thread calls.
 template <class E>
-__device__ __forceinline__ void select_row(const SelectArgs& a, int64_t row, typename E::Key* keys, SelectShared<E>& s) {
+__device__ __forceinline__ void select_row(const SelectArgs& a, int64_t row, typename E::Key* keys,
+                                           SelectShared<E>& s) {
   using Key = typename E::Key;
   constexpr int kBlocksPerWarp = TopK<Key>::kBatch / (kBlock * kWarps);
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, k = a.params.k;
@@ -151,7 +152,8 @@ __device__ __forceinline__ void select_row(const SelectArgs& a, int64_t row, typ
       for (int h = 0; h < 2; h++) append(s.top, key[j][h] > threshold, key[j][h]);
     }
     if (base == 0 && warp == 0) {
-      const unsigned low = __ballot_sync(kAllLanes, key[0][0] == top), high = __ballot_sync(kAllLanes, key[0][1] == top);
+      const unsigned low = __ballot_sync(kAllLanes, key[0][0] == top);
+      const unsigned high = __ballot_sync(kAllLanes, key[0][1] == top);
       if (lane == 0) s.argmax = int64_t(first_block) * kBlock + (low ? __ffs(int(low)) - 1 : 31 + __ffs(int(high)));
     }
     settle(s.top, k, base + kBlocksPerWarp * kWarps >= items);

@@ -38,8 +38,8 @@ struct StreamArgs {
   int chunks, segments, chunks_per_segment;
 };
 
-// Maxima of a lane's vectors -> maxima of 64-column blocks: halving exchanges, after which every even lane owns one word
-// (two blocks for 16-bit types) that its neighbour shares.
+// Maxima of a lane's vectors -> maxima of 64-column blocks: halving exchanges, after which every even lane owns one
+// word (two blocks for 16-bit types) that its neighbour shares.
 template <class E>
 __device__ __forceinline__ uint32_t block_maxima(const uint4 (&v)[kVectors], int lane) {
   uint32_t w[kVectors];
@@ -119,8 +119,8 @@ __device__ __forceinline__ void reduce_chunk(const uint4 (&v)[kVectors], int lan
 
 // The last, incomplete chunk of a row: whole vectors as usual, the one that straddles the end by elements.
 template <class E>
-__device__ __forceinline__ void load_tail(const uint4* vectors, const typename E::Bits* row, int64_t first, int64_t vocab,
-                                          int lane, uint4 (&v)[kVectors]) {
+__device__ __forceinline__ void load_tail(const uint4* vectors, const typename E::Bits* row, int64_t first,
+                                          int64_t vocab, int lane, uint4 (&v)[kVectors]) {
   constexpr int kElems = Chunk<E>::kVectorElems;
   const int left = int(vocab - first);
   const int whole = left / kElems;
@@ -145,11 +145,11 @@ __device__ __forceinline__ void load_tail(const uint4* vectors, const typename E
   }
 }
 
-// Rows of any alignment and column stride: the warp copies the chunk into shared memory by elements, then takes the same
-// vectors as above from there: same map, same bits.
+// Rows of any alignment and column stride: the warp copies the chunk into shared memory by elements, then takes the
+// same vectors as above from there: same map, same bits.
 template <class E>
-__device__ __forceinline__ void load_narrow(const typename E::Bits* row, int64_t first, int64_t vocab, int64_t col_stride,
-                                            int lane, typename E::Bits* tile, uint4 (&v)[kVectors]) {
+__device__ __forceinline__ void load_narrow(const typename E::Bits* row, int64_t first, int64_t vocab,
+                                            int64_t col_stride, int lane, typename E::Bits* tile, uint4 (&v)[kVectors]) {
 #pragma unroll 8
   for (int i = lane; i < Chunk<E>::kColumns; i += 32) {
     tile[i] = first + i < vocab ? LDG(row + (first + i) * col_stride) : typename E::Bits(E::kNegInf);

@@ -1,7 +1,7 @@
 // The one header a kernel file sees before any other: the words of CUDA that C++ lacks. Under nvcc they are CUDA; under
 // g++ -x c++ they are the SIMT shim of tests/simt (found by -Itests/simt), which runs the same source on the CPU.
-// House rules for kernels: raw intrinsics only (no cub, no cooperative_groups, no __activemask); every inline PTX behind
-// a helper with a C++ twin; bodies, never whole kernels, guarded by __CUDA_ARCH__.
+// House rules for kernels: raw intrinsics only (no cub, no cooperative_groups, no __activemask); every inline PTX
+// behind a helper with a C++ twin; bodies, never whole kernels, guarded by __CUDA_ARCH__.
 #pragma once
 #include <cfloat>
 #include <cstddef>
