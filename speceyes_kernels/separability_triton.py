@@ -47,7 +47,7 @@ TILE = 4096
 _STREAM_WARPS = 4
 #: Rows, answers or list entries looked at together by the pools.
 _CHUNK = 1024
-_MAX_MERGE = 32768  # values of all shards of one row
+_MAX_MERGE = 16384  # values of all shards of one row
 
 # Key bits that a source type never sets (float16 and bfloat16 widened to float32).
 _SHIFT = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}

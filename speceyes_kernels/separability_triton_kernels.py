@@ -376,7 +376,17 @@ def merge_kernel(values, argmaxes, lses, shards, rows, k, scratch, eps, min_comp
     candidates = tl.where(x == x, to_key(x, 0), NEG_INF_KEY - 1)
     highest = tl.max(candidates)
     t = kth_key(candidates, k, tl.full([], NEG_INF_KEY - 1, tl.int32), highest)
-    kept = compact(candidates > t, candidates, scratch, 0)
+    STEP: tl.constexpr = PART * BLOCK // K2
+    if S2 <= STEP:
+        kept = compact(candidates > t, candidates, scratch, 0)
+    else:  # as in `select_row`: read again in parts
+        kept = tl.full([], 0, tl.int32)
+        for start in range(0, shards, STEP):
+            q = start + tl.arange(0, STEP)
+            part = values + (q.to(tl.int64) * rows + row64)[:, None] * k + i[None, :]
+            y = tl.load(part, mask=(q < shards)[:, None] & (i < k)[None, :], other=-INF)
+            part_keys = tl.where(y == y, to_key(y, 0), NEG_INF_KEY - 1)
+            kept = compact(part_keys > t, part_keys, scratch, kept)
     ordered = fill_and_sort(scratch, kept, t, k, K2)
     top1, mean, std, count, score, _, _ = finish(ordered, k, has_nan, eps, min_competitors, 0, K2, LOG_K, INCLUDE)
 
