@@ -269,6 +269,24 @@ def test_streams_go_to_the_log_and_come_back(tmp_path, capfd):
     assert (tmp_path / "log").read_text() == "noise from native code\n"
 
 
+@pytest.mark.parametrize("gpu", [False, True])
+@pytest.mark.parametrize("local", [False, True])
+def test_environment_keeps_what_the_caller_set(monkeypatch, gpu, local):
+    import torch
+
+    from speceyes_kernels.demo import engine
+
+    threads = torch.get_num_threads()
+    given = {"VLLM_LOGGING_LEVEL": "INFO", "OMP_NUM_THREADS": "7"}
+    monkeypatch.setattr(os, "environ", dict(given))
+    engine.configure(gpu=gpu, local=local)
+    assert given.items() <= os.environ.items()
+    assert ("HF_HUB_OFFLINE" in os.environ) == local, "a hub model must stay reachable"
+    assert ("VLLM_CPU_KVCACHE_SPACE" in os.environ) == (not gpu)
+    assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    assert torch.get_num_threads() == threads
+
+
 def test_line_ends_are_tokens_of_line_feeds():
     from speceyes_kernels.demo.engine import line_ends
 

@@ -31,19 +31,29 @@ class Draft:
     token_logprobs: list[float] = field(default_factory=list)
 
 
-def configure(*, gpu: bool) -> None:
-    """Sets the environment that vLLM reads at import; what the caller has set already stays."""
+def configure(*, gpu: bool, local: bool) -> None:
+    """Sets the environment that vLLM reads at import; what the caller has set already stays.
+
+    ``local``: the model is a folder, nothing may be asked of a hub.
+    """
     settings = {
-        "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "TRANSFORMERS_VERBOSITY": "error",
         "TOKENIZERS_PARALLELISM": "false",
     }
+    if local:
+        settings["HF_HUB_OFFLINE"] = "1"
     if not gpu:
-        # GiB; and one thread: two stall each other on a busy small machine.
-        settings |= {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
+        settings["VLLM_CPU_KVCACHE_SPACE"] = "1"  # GiB
+        if "OMP_NUM_THREADS" not in os.environ:
+            # On a busy machine the threads of so small a model wait for each other. The variable alone would come too
+            # late: torch is loaded. Libraries that are loaded later read it.
+            import torch
+
+            torch.set_num_threads(1)
+            settings["OMP_NUM_THREADS"] = "1"
     for name, value in settings.items():
         os.environ.setdefault(name, value)
 

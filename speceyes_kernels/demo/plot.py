@@ -34,7 +34,7 @@ def plot(path: Path, rows: Sequence[Row], result: dict[str, Any], *, model: str)
 
     tau, threshold = result["threshold"]["tau"], result["threshold"]["score"]
     finite = [row.score for row in rows if math.isfinite(row.score)] or [0.0]
-    low, high = min([*finite, threshold]) - 0.6, max([*finite, threshold]) + 0.6
+    low, high = min([*finite, threshold]) - 0.6, max([*finite, threshold]) + 1.0
     grid = np.linspace(low, high, 500)
 
     figure, axes = plt.subplot_mosaic(

@@ -114,7 +114,7 @@ def run(options: Options) -> dict[str, Any]:
     import torch
 
     gpu = torch.cuda.is_available()
-    engine.configure(gpu=gpu)
+    engine.configure(gpu=gpu, local=options.model is None or Path(options.model).exists())
     questions = select(options.limit)
     options.output.mkdir(parents=True, exist_ok=True)
     begun = time.monotonic()
