@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ._schemas import POOL_IDS, SEPARABILITY_SCHEMAS
 
-_MIN_TRITON = (3, 2)
+_MIN_TRITON = (3, 6)  # what torch 2.10 comes with
 
 
 def _import_triton():

@@ -35,10 +35,10 @@ def test_in_the_interpreter():
 @pytest.mark.parametrize(
     ("setup", "words"),
     [
-        ("sys.modules['triton'] = None", ("needs Triton >= 3.2", "not installed", "torch 2", "pip install triton")),
+        ("sys.modules['triton'] = None", ("needs Triton >= 3.6", "not installed", "torch 2", "pip install triton")),
         (
             "import triton; triton.__version__ = '2.1.0'",
-            ("found 2.1.0", "needs Triton >= 3.2", "pip install -U triton"),
+            ("found 2.1.0", "needs Triton >= 3.6", "pip install -U triton"),
         ),
     ],
 )
