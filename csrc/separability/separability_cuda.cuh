@@ -46,7 +46,7 @@ struct StreamShape {
 inline StreamShape stream_shape(int64_t rows, int chunks, int multiprocessors) {
   const int64_t sms = multiprocessors > 0 ? multiprocessors : 1;
   StreamShape s{kStreamWarps, 1, chunks};
-  while (s.warps > 1 && rows * chunks < sms * s.warps) s.warps /= 2;
+  while (s.warps > 1 && (s.warps > chunks || rows * chunks < sms * s.warps)) s.warps /= 2;
   int64_t segments = (8 * sms + rows - 1) / rows;
   const int64_t most = (chunks + s.warps - 1) / s.warps;
   segments = segments > most ? most : segments;

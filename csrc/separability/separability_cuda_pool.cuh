@@ -86,6 +86,7 @@ __device__ __forceinline__ double sum_lowest(int64_t n, int64_t m, PoolShared& s
       s.sum = sum;
     }
     __syncthreads();
+    if (below + copies == 0) break;  // only when the list is not what acc says: a caller wrote to the state
     done += below + copies;
     bound = edge;
   }

@@ -149,7 +149,8 @@ __device__ __forceinline__ void load_tail(const uint4* vectors, const typename E
 // same vectors as above from there: same map, same bits.
 template <class E>
 __device__ __forceinline__ void load_narrow(const typename E::Bits* row, int64_t first, int64_t vocab,
-                                            int64_t col_stride, int lane, typename E::Bits* tile, uint4 (&v)[kVectors]) {
+                                            int64_t col_stride, int lane, typename E::Bits* tile,
+                                            uint4 (&v)[kVectors]) {
 #pragma unroll 8
   for (int i = lane; i < Chunk<E>::kColumns; i += 32) {
     tile[i] = first + i < vocab ? LDG(row + (first + i) * col_stride) : typename E::Bits(E::kNegInf);
