@@ -309,7 +309,8 @@ def isa_suffix(source: Path) -> str:
 
 def cpu_sources() -> list[Path]:
     """Portable sources first, then by instruction set: the link order matters (see ISA_FLAGS)."""
-    sources = sorted(ROOT.glob("csrc/*/*_cpu*.cpp")) + sorted(ROOT.glob("python_bindings/*.cpp"))
+    sources = [*ROOT.glob("csrc/*/*_cpu*.cpp"), *ROOT.glob("csrc/drafting/*.cpp")]  # drafting: one host core, no suffix
+    sources = sorted(sources) + sorted(ROOT.glob("python_bindings/*.cpp"))
     if platform.machine() not in ("x86_64", "AMD64"):
         sources = [s for s in sources if not isa_suffix(s)]
     order = list(ISA_FLAGS)

@@ -59,6 +59,12 @@ bool ContextForest::holds(int level, Pos pos) const {
   return r != kNone && leaf(r).parent != kNone;
 }
 
+uint32_t ContextForest::root_of(int level, Pos pos) const {
+  uint32_t n = leaf(leaf_ref(level, pos)).parent;
+  while (node_[n].parent != kNone) n = node_[n].parent;
+  return n;
+}
+
 int ContextForest::leaf_depth(Ref r) const {
   const Pos pos = position(r);
   const Pos far = text_.back(pos, max_depth_);

@@ -56,6 +56,7 @@ class ContextForest {
   void insert(uint32_t root, int level, Pos pos);
   void remove(int level, Pos pos);
   bool holds(int level, Pos pos) const;
+  uint32_t root_of(int level, Pos pos) const;
 
   Context context_before(Pos pos) const;       // tokens before pos
   Context context_at_end(Pos last) const;      // tokens up to and including `last`

@@ -59,7 +59,7 @@ uint32_t Estimator::cell_index(const Evidence& e, int source, int rank, Token t,
   return uint32_t((place * kBlockKinds + block) * kFacts + fact);
 }
 
-bool Estimator::judge(const EvidenceTable& evidence, int block, int run, Position& out) {
+bool Estimator::judge(const EvidenceTable& evidence, int block, int run, Position& out) const {
   Token candidate[kMaxCandidates];
   int n = 0;
   auto offer = [&](Token t) {
@@ -95,12 +95,8 @@ bool Estimator::judge(const EvidenceTable& evidence, int block, int run, Positio
         if (!e.present) continue;
         float prior;
         j.cell[k] = cell_index(e, s, r, j.token, block, run, &prior);
-        Cell& cell = cell_[j.cell[k]];
-        if (cell.p < 0) {
-          cell.p = clamp(prior);
-          cell.logit = logit(cell.p);
-        }
-        j.x[k] = cell.logit;
+        const Cell& cell = cell_[j.cell[k]];
+        j.x[k] = cell.p < 0 ? logit(clamp(prior)) : cell.logit;
         dot += (wb[k] + wr[k]) * j.x[k];
       }
     j.x[kInputs - 1] = kBias;
@@ -128,6 +124,7 @@ void Estimator::learn(const Judged& j, bool right) {
   for (int k = 0; k < kInputs - 1; k++) {
     if (j.cell[k] == kNone) continue;
     Cell& cell = cell_[j.cell[k]];
+    if (cell.p < 0) cell.p = sigmoid(j.x[k]);  // the prior it was judged by
     cell.p = clamp(cell.p + (float(right) - cell.p) / (cell.seen + 3));
     cell.logit = logit(cell.p);
     if (cell.seen < kMaxSeen) cell.seen++;

@@ -45,8 +45,8 @@ class Estimator {
  public:
   Estimator();
   // Fills `out` with the best two candidates; false when no source has evidence. `block` < kBlockKinds is the semantic
-  // block, `run` the right top predictions in a row so far, this draft's positions included.
-  bool judge(const EvidenceTable& evidence, int block, int run, Position& out);
+  // block, `run` the right top predictions in a row so far, this draft's positions included. Many threads may judge.
+  bool judge(const EvidenceTable& evidence, int block, int run, Position& out) const;
   // `token` turned out to be the one at a judged position.
   void learn(const Position& p, Token token);
 

@@ -1,0 +1,189 @@
+// torch ops of the draft cache. A cache is an int handle; every call on it holds its lock. torch.ops releases the
+// interpreter lock around each.
+#include <torch/csrc/stable/library.h>
+
+#include <map>
+#include <memory>
+#include <mutex>
+
+#include "../csrc/drafting/draft_cache.h"
+#include "backends.h"
+
+namespace speceyes::binding {
+namespace {
+
+using drafting::CacheOptions;
+using drafting::CacheStats;
+using drafting::DraftCache;
+
+struct Locked {
+  std::mutex lock;
+  DraftCache cache;
+  explicit Locked(const CacheOptions& o) : cache(o) {}
+};
+
+std::mutex g_registry_lock;
+std::map<int64_t, std::shared_ptr<Locked>> g_registry;
+int64_t g_next = 1;
+
+std::shared_ptr<Locked> cache_of(int64_t handle) {
+  std::lock_guard<std::mutex> guard(g_registry_lock);
+  const auto it = g_registry.find(handle);
+  if (it == g_registry.end()) bad_argument("cache: expected an open draft cache, got handle ", handle);
+  return it->second;
+}
+
+Place cpu_place(const Tensor& t, const char* name) {
+  const Place p = place_of(t);
+  if (p.type != 0) bad_argument(name, ": expected a tensor on the CPU, got ", describe(t));
+  return p;
+}
+
+int64_t draft_cache_new(int64_t max_tokens, int64_t max_depth, bool strict_isolation, bool counts_only) {
+  CacheOptions o;
+  o.max_tokens = max_tokens;
+  o.max_depth = int(max_depth);
+  o.strict_isolation = strict_isolation;
+  o.counts_only = counts_only;
+  auto made = std::make_shared<Locked>(o);
+  std::lock_guard<std::mutex> guard(g_registry_lock);
+  g_registry[g_next] = std::move(made);
+  return g_next++;
+}
+
+void draft_cache_free(int64_t handle) {
+  std::shared_ptr<Locked> gone;  // destroyed outside the registry's lock
+  std::lock_guard<std::mutex> guard(g_registry_lock);
+  const auto it = g_registry.find(handle);
+  if (it == g_registry.end()) return;
+  gone = std::move(it->second);
+  g_registry.erase(it);
+}
+
+void check_known(const DraftCache& c, const int64_t* requests, int64_t n) {
+  for (int64_t i = 0; i < n; i++)
+    if (!c.knows(requests[i])) bad_argument("requests: expected started requests, got ", requests[i], " at position ", i);
+}
+
+void draft_cache_start(int64_t handle, int64_t request, const Tensor& prompt, int64_t agent, int64_t query) {
+  const int32_t* tokens = dense<int32_t>(prompt, "prompt", cpu_place(prompt, "prompt"), {prompt.size(0)});
+  const auto c = cache_of(handle);
+  std::lock_guard<std::mutex> guard(c->lock);
+  if (c->cache.knows(request)) bad_argument("request: expected a new request, got ", request, ", which is running");
+  c->cache.start(request, tokens, prompt.size(0), agent, query);
+}
+
+void draft_cache_extend(int64_t handle, const Tensor& requests, const Tensor& tokens, const Tensor& offsets) {
+  const Place place = cpu_place(requests, "requests");
+  const int64_t n = requests.size(0);
+  const int64_t* ids = dense<int64_t>(requests, "requests", place, {n});
+  const int32_t* t = dense<int32_t>(tokens, "tokens", place, {tokens.size(0)});
+  const int64_t* at = dense<int64_t>(offsets, "offsets", place, {n + 1});
+  for (int64_t i = 0; i < n; i++)
+    if (at[i] > at[i + 1] || at[0] != 0 || at[n] != tokens.size(0))
+      bad_argument("offsets: expected to rise from 0 to ", tokens.size(0), " (the tokens given)");
+  const auto c = cache_of(handle);
+  std::lock_guard<std::mutex> guard(c->lock);
+  check_known(c->cache, ids, n);
+  for (int64_t i = 0; i < n; i++) c->cache.extend(ids[i], t + at[i], at[i + 1] - at[i]);
+}
+
+void draft_cache_set_blocks(int64_t handle, const Tensor& requests, const Tensor& blocks) {
+  const Place place = cpu_place(requests, "requests");
+  const int64_t n = requests.size(0);
+  const int64_t* ids = dense<int64_t>(requests, "requests", place, {n});
+  const int32_t* block = dense<int32_t>(blocks, "blocks", place, {n});
+  for (int64_t i = 0; i < n; i++)
+    if (block[i] < 0) bad_argument("blocks: expected 0 or more, got ", block[i], " at position ", i);
+  const auto c = cache_of(handle);
+  std::lock_guard<std::mutex> guard(c->lock);
+  check_known(c->cache, ids, n);
+  for (int64_t i = 0; i < n; i++) c->cache.set_block(ids[i], block[i]);
+}
+
+void draft_cache_stop(int64_t handle, const Tensor& requests) {
+  const int64_t n = requests.size(0);
+  const int64_t* ids = dense<int64_t>(requests, "requests", cpu_place(requests, "requests"), {n});
+  const auto c = cache_of(handle);
+  std::lock_guard<std::mutex> guard(c->lock);
+  check_known(c->cache, ids, n);
+  for (int64_t i = 0; i < n; i++)
+    if (c->cache.knows(ids[i])) c->cache.stop(ids[i]);
+}
+
+// query < 0 given as has_query == false: the whole agent.
+void draft_cache_forget(int64_t handle, int64_t agent, int64_t query, bool has_query) {
+  const auto c = cache_of(handle);
+  std::lock_guard<std::mutex> guard(c->lock);
+  if (has_query)
+    c->cache.forget_query(agent, query);
+  else
+    c->cache.forget_agent(agent);
+}
+
+void draft_cache_propose(int64_t handle, const Tensor& requests, const std::optional<Tensor>& caps, double min_survival,
+                         const Tensor& tokens, const Tensor& lengths, const Tensor& survival) {
+  const Place place = cpu_place(requests, "requests");
+  const int64_t n = requests.size(0), most = tokens.size(1);
+  const int64_t* ids = dense<int64_t>(requests, "requests", place, {n});
+  const int32_t* cap = caps ? dense<int32_t>(*caps, "caps", place, {n}) : nullptr;
+  int32_t* out = dense<int32_t>(tokens, "tokens", place, {n, most});
+  int32_t* length = dense<int32_t>(lengths, "lengths", place, {n});
+  float* alive = dense<float>(survival, "survival", place, {n, most});
+  const auto c = cache_of(handle);
+  std::lock_guard<std::mutex> guard(c->lock);
+  check_known(c->cache, ids, n);
+  if (!c->cache.propose(ids, n, int(most), cap, float(min_survival), out, length, alive, torch_parallel))
+    bad_argument("requests: expected each request once, got one twice");
+}
+
+void draft_cache_note_sent(int64_t handle, const Tensor& requests, const Tensor& lengths) {
+  const Place place = cpu_place(requests, "requests");
+  const int64_t n = requests.size(0);
+  const int64_t* ids = dense<int64_t>(requests, "requests", place, {n});
+  const int32_t* length = dense<int32_t>(lengths, "lengths", place, {n});
+  const auto c = cache_of(handle);
+  std::lock_guard<std::mutex> guard(c->lock);
+  check_known(c->cache, ids, n);
+  c->cache.note_sent(ids, n, length);
+}
+
+std::vector<int64_t> draft_cache_stats(int64_t handle) {
+  const auto c = cache_of(handle);
+  std::lock_guard<std::mutex> guard(c->lock);
+  const CacheStats s = c->cache.stats();
+  return {s.tokens, s.live_requests, s.ended_responses, s.evicted_tokens, s.bytes,
+          s.table_bytes, s.nodes, s.proposed, s.accepted, s.verified};
+}
+
+}  // namespace
+}  // namespace speceyes::binding
+
+STABLE_TORCH_LIBRARY_FRAGMENT(speceyes, m) {
+  m.def("draft_cache_new(int max_tokens, int max_depth, bool strict_isolation, bool counts_only) -> int");
+  m.def("draft_cache_free(int cache) -> ()");
+  m.def("draft_cache_start(int cache, int request, Tensor prompt, int agent, int query) -> ()");
+  m.def("draft_cache_extend(int cache, Tensor requests, Tensor tokens, Tensor offsets) -> ()");
+  m.def("draft_cache_set_blocks(int cache, Tensor requests, Tensor blocks) -> ()");
+  m.def("draft_cache_stop(int cache, Tensor requests) -> ()");
+  m.def("draft_cache_forget(int cache, int agent, int query, bool has_query) -> ()");
+  m.def(
+      "draft_cache_propose(int cache, Tensor requests, Tensor? caps, float min_survival, Tensor(a!) tokens, "
+      "Tensor(b!) lengths, Tensor(c!) survival) -> ()");
+  m.def("draft_cache_note_sent(int cache, Tensor requests, Tensor lengths) -> ()");
+  m.def("draft_cache_stats(int cache) -> int[]");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(speceyes, CompositeExplicitAutograd, m) {
+  using namespace speceyes::binding;
+  m.impl("draft_cache_new", TORCH_BOX(&draft_cache_new));
+  m.impl("draft_cache_free", TORCH_BOX(&draft_cache_free));
+  m.impl("draft_cache_start", TORCH_BOX(&draft_cache_start));
+  m.impl("draft_cache_extend", TORCH_BOX(&draft_cache_extend));
+  m.impl("draft_cache_set_blocks", TORCH_BOX(&draft_cache_set_blocks));
+  m.impl("draft_cache_stop", TORCH_BOX(&draft_cache_stop));
+  m.impl("draft_cache_forget", TORCH_BOX(&draft_cache_forget));
+  m.impl("draft_cache_propose", TORCH_BOX(&draft_cache_propose));
+  m.impl("draft_cache_note_sent", TORCH_BOX(&draft_cache_note_sent));
+  m.impl("draft_cache_stats", TORCH_BOX(&draft_cache_stats));
+}

@@ -1,0 +1,218 @@
+"""Caches of what agents said, and speculative drafts from them for a whole batch in one native call.
+
+Sources: AgentSpec (arXiv 2608.24004) for the scopes; the estimator is this project's (``docs/drafting.md``).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import _backends, _checks
+
+_STATS = (
+    "tokens", "live_requests", "ended_responses", "evicted_tokens", "bytes", "table_bytes", "nodes", "proposed",
+    "accepted", "verified",
+)  # fmt: skip
+MAX_DEPTH = 64
+MAX_DRAFT_TOKENS = 128  # vLLM's limit
+
+
+class Drafts(NamedTuple):
+    """Drafts of B requests: tokens int32 [B, L], lengths int32 [B], survival float32 [B, L] (probability that the draft
+    is right up to and including a position; non-increasing along a row). Entries past a row's length are undefined."""
+
+    tokens: Tensor
+    lengths: Tensor
+    survival: Tensor
+
+
+class _Names:
+    """Hashable names of callers to the integers of the native side, for as long as they are in use."""
+
+    def __init__(self) -> None:
+        self._of: dict[Hashable, int] = {}
+        self._next = 1
+
+    def get(self, name: Hashable) -> int:
+        number = self._of.get(name)
+        if number is None:
+            number = self._of[name] = self._next
+            self._next += 1
+        return number
+
+
+class DraftCache:
+    """Suffix caches kept apart by rollout, query and agent, and an estimator of which drafts will be accepted.
+
+    Parameters
+    ----------
+    max_tokens : int
+        Bound on the tokens held, those of live requests included. Over it the oldest query's ended responses go first,
+        then the oldest context of the longest live request.
+    max_depth : int
+        Longest context that is matched, 1..64.
+    strict_isolation : bool
+        One cache per (agent, query, block) and drafts from the matching one only, as AgentSpec publishes it; the default
+        asks all levels at once and weighs their evidence.
+    estimator : {"mixer", "counts"}
+        ``"counts"`` takes the longest match's most frequent continuation with its share as probability.
+
+    Notes
+    -----
+    Thread-safe; calls release the interpreter lock. Tokens < 0 are placeholders and are never cached.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_tokens: int = 1 << 20,
+        max_depth: int = MAX_DEPTH,
+        strict_isolation: bool = False,
+        estimator: str = "mixer",
+    ) -> None:
+        max_tokens = _checks.as_int(max_tokens, "max_tokens", "an int >= 1")
+        max_depth = _checks.as_int(max_depth, "max_depth", f"an int in 1..{MAX_DEPTH}")
+        if max_tokens < 1:
+            raise ValueError(f"max_tokens: expected an int >= 1, got {max_tokens}")
+        if not 1 <= max_depth <= MAX_DEPTH:
+            raise ValueError(f"max_depth: expected an int in 1..{MAX_DEPTH}, got {max_depth}")
+        if estimator not in ("mixer", "counts"):
+            raise ValueError(f"estimator: expected 'mixer' or 'counts', got {estimator!r}")
+        _backends.ops("cpu")  # loads the extension, or says why not
+        self._ops = torch.ops.speceyes
+        self._handle: int = self._ops.draft_cache_new(max_tokens, max_depth, strict_isolation, estimator == "counts")
+        self._closer = weakref.finalize(self, self._ops.draft_cache_free, self._handle)
+        self.max_tokens, self.max_depth, self.strict_isolation = max_tokens, max_depth, strict_isolation
+        self._requests: dict[Hashable, int] = {}
+        self._next_request = 1
+        self._scopes = _Names()
+
+    def start(
+        self,
+        request_id: Hashable,
+        prompt_ids: Sequence[int] | np.ndarray | Tensor,
+        *,
+        agent_id: Hashable = None,
+        query_id: Hashable = None,
+    ) -> None:
+        """A request begins: its prompt is indexed for the rollout; its response will also serve its query and agent.
+
+        Raises
+        ------
+        ValueError
+            The request is already running, or the prompt is no 1-D list of token ids below 2**31.
+        """
+        if request_id in self._requests:
+            raise ValueError(f"request_id: expected a new request, got {request_id!r}, which is running; stop it first")
+        prompt = _tokens(prompt_ids, "prompt_ids")
+        number = self._next_request
+        self._next_request += 1
+        agent = self._scopes.get(("agent", agent_id))
+        query = self._scopes.get(("query", agent_id, query_id))
+        self._ops.draft_cache_start(self._handle, number, prompt, agent, query)
+        self._requests[request_id] = number
+
+    def extend(
+        self,
+        request_ids: Sequence[Hashable],
+        tokens: Sequence[Sequence[int] | np.ndarray | Tensor] | np.ndarray | Tensor,
+        offsets: np.ndarray | Tensor | None = None,
+    ) -> None:
+        """New tokens of running requests are known: a list of arrays, or one flat array with ``offsets`` [n + 1]."""
+        numbers = self._numbers(request_ids)
+        if offsets is None:
+            parts = [_tokens(t, f"tokens[{i}]") for i, t in enumerate(tokens)]
+            if len(parts) != len(numbers):
+                raise ValueError(f"tokens: expected {len(numbers)} arrays, one a request, got {len(parts)}")
+            flat = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int32)
+            bounds = torch.zeros(len(parts) + 1, dtype=torch.int64)
+            torch.cumsum(torch.tensor([len(p) for p in parts], dtype=torch.int64), 0, out=bounds[1:])
+        else:
+            flat = _tokens(tokens, "tokens")  # type: ignore[arg-type]
+            bounds = torch.as_tensor(offsets).to(torch.int64).contiguous()
+            if bounds.shape != (len(numbers) + 1,):
+                raise ValueError(f"offsets: expected {len(numbers) + 1} entries, got {_checks.describe(bounds)}")
+        self._ops.draft_cache_extend(self._handle, numbers, flat, bounds)
+
+    def propose(
+        self,
+        request_ids: Sequence[Hashable],
+        *,
+        max_draft_tokens: int | Sequence[int] | np.ndarray | Tensor = 32,
+        min_survival: float = 0.0,
+    ) -> Drafts:
+        """Drafts for running requests.
+
+        Parameters
+        ----------
+        request_ids : sequence
+            Each once.
+        max_draft_tokens : int or sequence of int
+            Cap, for all or for each request (remaining length - 1 belongs here), at most 128.
+        min_survival : float
+            A draft ends before the first position whose survival is below this, in [0, 1].
+        """
+        numbers = self._numbers(request_ids)
+        caps = None
+        if isinstance(max_draft_tokens, Sequence | np.ndarray | Tensor):
+            caps = torch.as_tensor(max_draft_tokens).to(torch.int32).contiguous()
+            if caps.shape != (len(numbers),):
+                raise ValueError(f"max_draft_tokens: expected one cap a request, got {_checks.describe(caps)}")
+            caps = caps.clamp(0, MAX_DRAFT_TOKENS)
+            most = int(caps.max()) if len(numbers) else 0
+        else:
+            most = _checks.as_int(max_draft_tokens, "max_draft_tokens", f"an int in 0..{MAX_DRAFT_TOKENS}")
+            if not 0 <= most <= MAX_DRAFT_TOKENS:
+                raise ValueError(f"max_draft_tokens: expected an int in 0..{MAX_DRAFT_TOKENS}, got {most}")
+        min_survival = _checks.as_number(min_survival, "min_survival", "a number in [0, 1]")
+        if not 0.0 <= min_survival <= 1.0:
+            raise ValueError(f"min_survival: expected a number in [0, 1], got {min_survival!r}")
+        drafts = Drafts(
+            torch.empty((len(numbers), most), dtype=torch.int32),
+            torch.empty(len(numbers), dtype=torch.int32),
+            torch.empty((len(numbers), most), dtype=torch.float32),
+        )
+        self._ops.draft_cache_propose(self._handle, numbers, caps, min_survival, *drafts)
+        return drafts
+
+    def stop(self, request_id: Hashable) -> None:
+        """A request ended: its response stays cached for its query and agent, the rollout's own index goes."""
+        self._ops.draft_cache_stop(self._handle, self._numbers([request_id]))
+        del self._requests[request_id]
+
+    def forget(self, agent_id: Hashable, query_id: Hashable | None = None) -> None:
+        """Drops the ended responses of one query, or of a whole agent when ``query_id`` is None."""
+        agent = self._scopes.get(("agent", agent_id))
+        query = self._scopes.get(("query", agent_id, query_id))
+        self._ops.draft_cache_forget(self._handle, agent, query, query_id is not None)
+
+    def stats(self) -> dict[str, int]:
+        """Sizes and counters: tokens held, live requests, ended responses, evicted tokens, bytes (index), table_bytes
+        (the estimator's fixed tables), nodes, proposed and accepted draft tokens, verified positions."""
+        return dict(zip(_STATS, self._ops.draft_cache_stats(self._handle), strict=True))
+
+    def _numbers(self, request_ids: Sequence[Hashable]) -> Tensor:
+        try:
+            numbers = [self._requests[r] for r in request_ids]
+        except KeyError as error:
+            raise ValueError(f"request_ids: expected running requests, got {error.args[0]!r}; start it first") from None
+        return torch.tensor(numbers, dtype=torch.int64)
+
+
+def _tokens(values: Sequence[int] | np.ndarray | Tensor, name: str) -> Tensor:
+    tensor = torch.as_tensor(values)
+    if tensor.numel() == 0:
+        return torch.zeros(0, dtype=torch.int32)
+    if tensor.dim() != 1 or tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool:
+        raise TypeError(f"{name}: expected a 1-D list of token ids, got {_checks.describe(tensor)}")
+    if tensor.dtype is not torch.int32:
+        if int(tensor.max()) >= 1 << 31:
+            raise ValueError(f"{name}: expected token ids below 2**31, got {int(tensor.max())}")
+        tensor = tensor.clamp(min=-1).to(torch.int32)
+    return tensor.contiguous()

@@ -1,0 +1,199 @@
+"""DraftCache against brute force: a state machine of requests that start, grow, propose, stop, are evicted."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from speceyes_kernels.draft_cache import DraftCache
+from speceyes_kernels.draft_cache_reference import ReferenceDraftCache
+
+TOKENS = st.lists(st.integers(-1, 3), max_size=30)
+
+
+class DraftCacheMachine(RuleBasedStateMachine):
+    @initialize(
+        max_tokens=st.sampled_from([1, 2, 7, 40, 150, 10_000]),
+        max_depth=st.sampled_from([1, 2, 5, 64]),
+        strict=st.booleans(),
+    )
+    def build(self, max_tokens, max_depth, strict):
+        options = dict(max_tokens=max_tokens, max_depth=max_depth, strict_isolation=strict)
+        self.ours = DraftCache(estimator="counts", **options)
+        self.plain = ReferenceDraftCache(**options)
+        self.next = 0
+        self.running: list[int] = []
+
+    @rule(prompt=TOKENS, agent=st.integers(0, 1), query=st.integers(0, 2))
+    def start(self, prompt, agent, query):
+        self.ours.start(self.next, prompt, agent_id=agent, query_id=query)
+        self.plain.start(self.next, prompt, agent, query)
+        self.running.append(self.next)
+        self.next += 1
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def extend(self, data):
+        chosen = data.draw(st.lists(st.sampled_from(self.running), unique=True, max_size=3))
+        tokens = [data.draw(TOKENS) for _ in chosen]
+        if data.draw(st.booleans()):
+            self.ours.extend(chosen, tokens)
+        else:
+            flat = np.array([t for part in tokens for t in part], dtype=np.int64)
+            self.ours.extend(chosen, flat, np.cumsum([0, *map(len, tokens)]))
+        for r, part in zip(chosen, tokens, strict=True):
+            self.plain.extend(r, part)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), cap=st.integers(0, 12), floor=st.sampled_from([0.0, 0.2, 0.6]))
+    def propose(self, data, cap, floor):
+        chosen = data.draw(st.lists(st.sampled_from(self.running), unique=True, max_size=6))
+        caps = [data.draw(st.integers(0, cap)) for _ in chosen] if data.draw(st.booleans()) else None
+        drafts = self.ours.propose(chosen, max_draft_tokens=cap if caps is None else caps, min_survival=floor)
+        for i, r in enumerate(chosen):
+            tokens, survival = self.plain.propose(r, cap if caps is None else caps[i], floor)
+            n = int(drafts.lengths[i])
+            assert drafts.tokens[i, :n].tolist() == tokens
+            assert drafts.survival[i, :n].tolist() == pytest.approx(survival, rel=1e-5)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def stop(self, data):
+        r = data.draw(st.sampled_from(self.running))
+        self.running.remove(r)
+        self.ours.stop(r)
+        self.plain.stop(r)
+
+    @rule(agent=st.integers(0, 1), query=st.integers(0, 2))
+    def forget(self, agent, query):
+        self.ours.forget(agent, query)
+        self.plain.forget(agent, query)
+
+    @invariant()
+    def same_size(self):
+        if not hasattr(self, "ours"):
+            return
+        stats = self.ours.stats()
+        assert stats["tokens"] == self.plain.tokens
+        assert stats["tokens"] <= self.plain.max_tokens
+        assert stats["ended_responses"] == len(self.plain.ended)
+        if not self.running and not self.plain.ended:
+            assert stats["nodes"] == 0
+
+
+TestDraftCache = DraftCacheMachine.TestCase
+TestDraftCache.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_results_do_not_depend_on_the_thread_count():
+    drafts = []
+    for threads in (1, 2):
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            g = np.random.default_rng(0)
+            cache = DraftCache()
+            for r in range(40):
+                cache.start(r, g.integers(0, 6, 50), agent_id=r % 2, query_id=r % 5)
+            seen = []
+            for _ in range(10):
+                cache.extend(list(range(40)), [g.integers(0, 6, 3) for _ in range(40)])
+                got = cache.propose(list(range(40)), max_draft_tokens=8, min_survival=0.05)
+                inside = torch.arange(8) < got.lengths[:, None]
+                seen.append((got.tokens[inside], got.survival[inside], got.lengths))
+            drafts.append(seen)
+        finally:
+            torch.set_num_threads(before)
+    for a, b in zip(*drafts, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_estimator_learns_that_a_source_misleads():
+    """The same context is always followed by what the agent's history says least: survival must fall with experience."""
+    cache = DraftCache()
+    g = np.random.default_rng(1)
+    first = last = None
+    for r in range(300):
+        cache.start(r, [1, 2, 3], agent_id="a", query_id=r)
+        cache.extend([r], [[4, 5]])
+        got = cache.propose([r], max_draft_tokens=1)
+        if int(got.lengths[0]):
+            last = float(got.survival[0, 0])
+            first = last if first is None else first
+        cache.extend([r], [g.integers(100, 10_000, 1)])  # never the same again
+        cache.stop(r)
+    assert first is not None and last < first / 2 and last < 0.05
+
+
+def test_learned_survival_is_calibrated():
+    """A noisy copy (each token right with probability 0.8): survival of the first position is about 0.8."""
+    cache, g = DraftCache(), np.random.default_rng(2)
+    text = g.integers(0, 1000, 40)
+    said, hits = [], []
+    for r in range(200):
+        cache.start(r, [7, 8], agent_id=0, query_id=0)
+        for t in text:
+            got = cache.propose([r], max_draft_tokens=1)
+            true = int(t) if g.random() < 0.8 else int(g.integers(1000, 100_000))
+            if int(got.lengths[0]) and r > 50:
+                said.append(float(got.survival[0, 0]))
+                hits.append(int(got.tokens[0, 0]) == true)
+            cache.extend([r], [[true]])
+        cache.stop(r)
+    assert abs(np.mean(said) - np.mean(hits)) < 0.03
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda c: c.start("a", [1]), ValueError, "request_id: expected a new request, got 'a'"),
+        (lambda c: c.start("b", [1.5]), TypeError, "prompt_ids: expected a 1-D list of token ids"),
+        (lambda c: c.start("b", [1 << 31]), ValueError, r"prompt_ids: expected token ids below 2\*\*31"),
+        (lambda c: c.extend(["x"], [[1]]), ValueError, "request_ids: expected running requests, got 'x'"),
+        (lambda c: c.extend(["a"], []), ValueError, "tokens: expected 1 arrays"),
+        (lambda c: c.extend(["a"], [1, 2], [0, 3]), (ValueError, RuntimeError), "offsets: expected to rise"),
+        (lambda c: c.propose(["a", "a"]), (ValueError, RuntimeError), "expected each request once"),
+        (lambda c: c.propose(["a"], max_draft_tokens=129), ValueError, "max_draft_tokens: expected an int in 0..128"),
+        (
+            lambda c: c.propose(["a"], max_draft_tokens=[1, 2]),
+            ValueError,
+            "max_draft_tokens: expected one cap a request",
+        ),
+        (lambda c: c.propose(["a"], min_survival=1.5), ValueError, "min_survival: expected a number in"),
+        (lambda c: c.stop("x"), ValueError, "expected running requests"),
+    ],
+)
+def test_errors_leave_the_cache_as_it_was(call, error, text):
+    cache = DraftCache()
+    cache.start("a", [1, 2, 1])
+    before = cache.stats()
+    with pytest.raises(error, match=text):
+        call(cache)
+    assert cache.stats() == before
+    cache.stop("a")
+
+
+def test_wrong_options_are_refused():
+    for options, text in [
+        (dict(max_tokens=0), "max_tokens: expected an int >= 1, got 0"),
+        (dict(max_depth=65), "max_depth: expected an int in 1..64, got 65"),
+        (dict(estimator="magic"), "estimator: expected 'mixer' or 'counts'"),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            DraftCache(**options)
+
+
+def test_a_request_that_is_stopped_and_resumed_keeps_what_it_said():
+    cache = DraftCache(estimator="counts")
+    cache.start("r", [9, 9], agent_id=1, query_id=1)
+    cache.extend(["r"], [[1, 2, 3, 1, 2]])
+    cache.stop("r")
+    cache.start("r", [9, 9, 1, 2, 3, 1, 2], agent_id=1, query_id=1)  # preempted: the prompt now holds its output
+    fresh = DraftCache(estimator="counts")
+    fresh.start("r", [9, 9, 1, 2, 3, 1, 2], agent_id=1, query_id=1)
+    a, b = (c.propose(["r"], max_draft_tokens=4) for c in (cache, fresh))
+    assert a.tokens[0].tolist() == b.tokens[0].tolist() == [3, 1, 2, 3]
