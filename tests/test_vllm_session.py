@@ -1,7 +1,8 @@
 """The V1 session under simulated batches: 10,000 requests come, move, are preempted, come back, end and are aborted.
 
 ``Batch`` follows the rules of vLLM's persistent batch (removed rows are filled by new requests first, the rest is
-condensed, rows may be swapped) and reports them as vLLM does; the oracle is ``answer_separability`` on the counted rows.
+condensed, rows may be swapped) and reports them as vLLM does; the oracle is ``answer_separability`` on the rows that
+count.
 """
 
 from __future__ import annotations
@@ -349,7 +350,7 @@ def test_early_rejection_waits_for_the_end_of_a_prefill_and_reaches_every_draft_
 
 
 def test_invalid_logits_reject_and_disturb_no_neighbour() -> None:
-    batch, bad = one()
+    batch, _ = one()
     good = Request("2-00000002", params({"k": K}))
     batch.requests[good.id] = good
     batch.change([], [good])

@@ -104,7 +104,8 @@ class Runner:
             pos += [end - 1 + i for i in range(count)]
             request.computed = end
         ctx = LogitsContext(
-            expanded_idx_mapping=torch.tensor(rows, dtype=torch.int32), idx_mapping=torch.tensor(slots, dtype=torch.int32),
+            expanded_idx_mapping=torch.tensor(rows, dtype=torch.int32),
+            idx_mapping=torch.tensor(slots, dtype=torch.int32),
             idx_mapping_np=torch.tensor(slots).numpy(), expanded_local_pos=torch.tensor(local, dtype=torch.int32),
             input_ids=torch.zeros(len(rows), dtype=torch.int32), pos=torch.tensor(pos),
             seq_lens_upper_bound_np=torch.tensor(slots).numpy(),
@@ -174,7 +175,11 @@ def test_two_thousand_requests(drafts: int) -> None:
     runner = Runner(4, drafts)
     made, checked, parked, waiting, asked, preempted = 0, 0, [], [], {}, 0
     while made < 1000 or runner.running or parked:
-        done = [s for s, r in runner.running.items() if r.over or len(r.output) >= r.params.max_tokens or rng.random() < 0.01]
+        done = [
+            s
+            for s, r in runner.running.items()
+            if r.over or len(r.output) >= r.params.max_tokens or rng.random() < 0.01
+        ]
         lost = [s for s, r in runner.running.items() if s not in done and r.output and rng.random() < 0.05]
         waiting += [runner.running[s] for s in done]
         parked += [runner.running[s] for s in lost]

@@ -266,7 +266,7 @@ class GateLogitsProcessorV2(LogitsProcessor):
             state.finish(done)
             for request_id in preempted:
                 if request_id in slot_of and (entry := state.vacate(slot_of[request_id])) is not None:
-                    state.parked[request_id] = entry
+                    state.park(entry)
         except Exception as error:
             report(state, error)
 

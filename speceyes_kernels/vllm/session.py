@@ -144,7 +144,7 @@ class GateSession(GateState):
         gone = []
         for entry in entries:
             if entry.request_id and self._live_output(entry.request_id) is entry.output:
-                self.parked[entry.request_id] = entry  # preempted, or not scheduled in this step
+                self.park(entry)  # preempted, or not scheduled in this step
             elif entry.request_id:
                 gone.append(entry)
         self.finish(gone)

@@ -69,7 +69,7 @@ class GateState:
         self.slots = SlotPages(num_slots, max_model_len, config, device)
         self.ring = ResultRing(config.ring)
         self.parked: dict[str, Entry] = {}
-        self.counters = dict.fromkeys(("steps", "rows", "requests", "finished", "rejected", "errors"), 0)
+        self.counters = dict.fromkeys(("steps", "rows", "requests", "finished", "preempted", "rejected", "errors"), 0)
 
     def running(self) -> Iterable[Entry]:
         """Opted-in requests of the current batch."""
@@ -124,6 +124,11 @@ class GateState:
         for entry in lost:
             if entry.request_id and not entry.taken:
                 self.ring.put(entry.request_id, error_result(message), (entry.options, None))
+
+    def park(self, entry: Entry) -> None:
+        """Keeps a preempted request, and its slot, until it comes back or ends."""
+        self.parked[entry.request_id] = entry
+        self.counters["preempted"] += 1
 
     def forget(self) -> None:
         """Drops the batch, without results."""
