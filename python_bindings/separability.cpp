@@ -161,6 +161,13 @@ double bench_token_separability(const Tensor& logits, int64_t k, int64_t iters, 
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
+// What reading alone costs, for bench/: the sum of a float32 tensor.
+double bench_read(const Tensor& x) {
+  if (dtype_of(x) != aoti_torch_dtype_float32() || !x.is_contiguous())
+    bad_argument("x: expected a contiguous float32 tensor, got ", describe(x));
+  return read_probe_cpu(static_cast<const float*>(x.data_ptr()), x.numel(), cpu_isa(), torch_parallel);
+}
+
 template <class Backend>
 void implement(torch::stable::detail::StableLibrary& m) {
   m.impl("topk_stats", TORCH_BOX(&topk_stats<Backend>));
@@ -197,11 +204,13 @@ STABLE_TORCH_LIBRARY_FRAGMENT(speceyes, m) {
         "int min_competitors, Tensor(a!) top1, Tensor(b!) argmax, Tensor(c!) mean, Tensor(d!) std, Tensor(e!) lse, "
         "Tensor(f!) count, Tensor(g!) scores) -> ()");
   m.def("_bench_token_separability(Tensor logits, int k, int iters, Tensor(a!) out) -> float");
+  m.def("_bench_read(Tensor x) -> float");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(speceyes, CPU, m) {
   speceyes::binding::implement<speceyes::binding::CpuBackend>(m);
   m.impl("_bench_token_separability", TORCH_BOX(&speceyes::binding::bench_token_separability));
+  m.impl("_bench_read", TORCH_BOX(&speceyes::binding::bench_read));
 }
 
 #if defined(SPECEYES_WITH_CUDA)

@@ -152,7 +152,7 @@ def test_compiled_for_what_the_processor_says():
 @pytest.mark.parametrize("isa", ["portable", "avx2", "avx512"])
 @pytest.mark.parametrize("level", ["-O0", "-O3"])
 def test_units_share_no_code(tmp_path, isa, level):
-    """Each unit defines its table's getter and nothing else, at any optimisation level: of a template or inline function
+    """Each unit defines its table's getter and nothing else, at any optimisation: of a template or inline function
     that two units emit, the linker may keep the AVX copy for every processor."""
     if not X86 and isa != "portable":
         pytest.skip(f"{isa} is x86-64 code; the compiler here targets another processor")

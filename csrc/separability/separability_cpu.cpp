@@ -2,6 +2,7 @@
 #include "separability_cpu.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
@@ -266,6 +267,17 @@ void rows_cpu(const Logits& x, const ScoreParams& p, const RowOut& out, Isa isa,
     job.split_rows(parallel);
   else
     for_ranges(parallel, x.rows, x.vocab, [&](int64_t begin, int64_t end) { job.whole_rows(begin, end); });
+}
+
+float read_probe_cpu(const float* x, int64_t n, Isa isa, ParallelFor parallel) {
+  const RowKernels& kernels = *row_kernels(isa);
+  std::atomic<float> total{0.f};
+  for_ranges(parallel, n, 1, [&](int64_t begin, int64_t end) {
+    const float part = kernels.read_probe(x + begin, end - begin);
+    for (float seen = total; !total.compare_exchange_weak(seen, seen + part);) {
+    }
+  });
+  return total;
 }
 
 void merge_partials_cpu(const Partials& in, const ScoreParams& p, const RowOut& out, ParallelFor parallel) {

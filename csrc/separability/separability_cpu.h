@@ -17,6 +17,8 @@ void pool_answers_cpu(const Scores& s, int64_t rows, const AnswerJob& job, Paral
 void update_slots_cpu(const Scores& s, int64_t rows, const SlotJob& job);
 // out [num_pools, n]; slots.data null = slots 0 .. n-1.
 void read_slots_cpu(const PoolState& state, Index slots, int64_t n, const PoolQuery& query, float* out);
+// The sum of n floats by plain loads: for benchmarks, what reading alone costs.
+float read_probe_cpu(const float* x, int64_t n, Isa isa, ParallelFor parallel);
 // out.values may be null; out.argmax_offset is ignored (the partials' argmax are global).
 void merge_partials_cpu(const Partials& in, const ScoreParams& p, const RowOut& out, ParallelFor parallel);
 

@@ -1,0 +1,63 @@
+"""Benchmarks keep pytest-benchmark's JSON and print, at the end, one table a group: medians and ratios of that run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+@dataclass
+class Result:
+    name: str
+    median_s: float
+    bytes_read: int | None
+
+
+@dataclass
+class Table:
+    """Contenders of one group; ``targets`` are (text, value, bound): met when value >= bound."""
+
+    results: dict[str, Result] = field(default_factory=dict)
+    targets: Callable[[dict[str, float]], list[tuple[str, float, float]]] | None = None
+
+
+_tables = pytest.StashKey[dict[str, Table]]()
+
+
+@pytest.fixture
+def measure(benchmark, request):
+    """``measure(group, name, fn, bytes_read=None, rounds=..., iterations=..., targets=None)`` times one contender."""
+
+    def run(group, name, fn, bytes_read=None, rounds=15, iterations=1, targets=None):
+        benchmark.group = group
+        benchmark.extra_info.update(contender=name, bytes_read=bytes_read)
+        benchmark.pedantic(fn, rounds=rounds, iterations=iterations, warmup_rounds=2)
+        if benchmark.disabled:
+            return
+        table = request.config.stash.setdefault(_tables, {}).setdefault(group, Table())
+        table.results[name] = Result(name, benchmark.stats.stats.median, bytes_read)
+        if targets is not None:
+            table.targets = targets
+
+    return run
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    write = terminalreporter.write_line
+    for group, table in config.stash.get(_tables, {}).items():
+        first = next(iter(table.results.values()))
+        terminalreporter.section(group, sep="-")
+        write(f"{'':40s} {'median':>12s} {'GB/s':>7s} {'time / first':>13s}")
+        for r in table.results.values():
+            unit = f"{r.median_s * 1e3:9.3f} ms" if r.median_s > 1e-4 else f"{r.median_s * 1e6:9.2f} us"
+            rate = f"{r.bytes_read / r.median_s / 1e9:7.1f}" if r.bytes_read else " " * 7
+            write(f"{r.name:40s} {unit:>12s} {rate} {r.median_s / first.median_s:12.2f}x")
+        if table.targets is not None:
+            for text, value, bound in table.targets({r.name: r.median_s for r in table.results.values()}):
+                write(f"  {'met ' if value >= bound else 'MISSED'} {text}: {value:.2f} (target {bound:g})")
