@@ -33,7 +33,7 @@ def make_result(
     scores = dict(zip(options.pools, values, strict=True))
     decided = None
     if options.tau is not None:
-        pool = options.pools[0]
+        pool: Any = options.pools[0]
         decided = rejected_at is None and bool(accept(scores[pool], options.tau, strict=options.strict, pool=pool))
     return {
         "num_tokens": num_tokens, "k": options.k, "scores": scores,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .._schemas import POOL_IDS
+from ..separability import Backend
 from ..separability_pool import SeparabilityPool
 from .options import GateOptions
 
@@ -29,7 +30,7 @@ class GateConfig:
 
     ring: int = 4096
     valid_vocab: int | None = None
-    backend: str = "auto"
+    backend: Backend = "auto"
 
     @classmethod
     def of(cls, additional_config: Any) -> GateConfig:
@@ -72,7 +73,7 @@ class SlotPages:
         self._pages: dict[tuple[int, bool], list[SlotPage]] = {}
 
     def _pool(self, options: GateOptions, num_slots: int) -> SeparabilityPool:
-        pools = tuple(p for p in POOL_IDS if p != "bottom" or "bottom" in options.pools)
+        pools: Any = tuple(p for p in POOL_IDS if p != "bottom" or "bottom" in options.pools)
         return SeparabilityPool(
             num_slots, max_tokens=self.max_tokens, pools=pools, k=options.k, valid_vocab=self.config.valid_vocab,
             device=self.device, backend=self.config.backend,

@@ -178,22 +178,25 @@ class GateState:
         out: list[Result | None] = []
         for request_id, index, num_tokens in wants:
             result = None
-            for key in (request_id, *keys_for(request_id, index)):
-                name = self.ring.find(key)
-                if name is not None:
-                    found = self.ring.pop(name)
-                    assert found is not None
-                    result = self._cut(found[0], *found[1], num_tokens)
-                    result["request_id"], result["index"] = request_id, index
-                    break
-                entry = flying.get(key)
-                if entry is not None and not entry.taken:
-                    entry.taken = True
-                    result = self._cut(self.results([entry])[0], entry.options, entry.records, num_tokens)
+            for key in keys_for(request_id, index):
+                result = self._take_one(key, flying, num_tokens)
+                if result is not None:
                     result["request_id"], result["index"] = request_id, index
                     break
             out.append(result)
         return out
+
+    def _take_one(self, key: str, flying: dict[str, Entry], num_tokens: int | None) -> Result | None:
+        name = self.ring.find(key)
+        waiting = None if name is None else self.ring.pop(name)
+        if waiting is not None:
+            result, (options, records) = waiting
+            return self._cut(result, options, records, num_tokens)
+        entry = flying.get(key)
+        if entry is None or entry.taken:
+            return None
+        entry.taken = True
+        return self._cut(self.results([entry])[0], entry.options, entry.records, num_tokens)
 
     def _cut(
         self, result: Result, options: GateOptions | None, records: list[tuple[float, float]] | None, tokens: int | None
