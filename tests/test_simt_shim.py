@@ -26,13 +26,13 @@ def driver(mode: str) -> Path:
     return build(SAMPLES, mode=mode)
 
 
-def sum_rows(device: Device, fault: str = "None", *, shift: int = 0) -> None:
+def sum_rows(device: Device, fault: str = "None", *, shift: int = 0, guarded: bool = False) -> None:
     x = np.random.default_rng(1).integers(-8, 8, (ROWS, COLUMNS)).astype(np.float32)
     rows, arrived, total = device.call(
         "sum_rows",
         [FAULTS.index(fault), ROWS, COLUMNS],
         [
-            Buffer("x", x, shift=shift),
+            Buffer("x", x, shift=shift, guarded=guarded),
             Buffer("rows", np.full(ROWS, 9, np.float32), output=True),
             Buffer("arrived", np.zeros(1, np.uint32), output=True),
             Buffer("total", np.zeros(1, np.float32), output=True),
@@ -40,6 +40,10 @@ def sum_rows(device: Device, fault: str = "None", *, shift: int = 0) -> None:
     )
     np.testing.assert_array_equal(rows, x.sum(1))
     assert arrived == ROWS and total == x.sum()
+
+
+def sum_rows_guarded(device: Device, fault: str = "None") -> None:
+    sum_rows(device, fault, shift=16, guarded=True)
 
 
 def scan_warp(device: Device, fault: str = "None") -> None:
@@ -71,7 +75,7 @@ def test_right_kernels_pass(mode: str) -> None:
     with Device(driver(mode)) as device:
         for seed in SEEDS:
             device.options(seed=seed)
-            for kernel in (sum_rows, scan_warp, sum_pipelined, operations):
+            for kernel in (sum_rows, sum_rows_guarded, scan_warp, sum_pipelined, operations):
                 kernel(device)
 
 
@@ -104,6 +108,7 @@ CAUGHT = [
     ("WeakWait", sum_pipelined, "plain", None),
     ("EarlyRefill", sum_pipelined, "plain", None),
     ("EarlyRefill", sum_pipelined, "tsan", r"data race"),
+    ("UncountedRead", sum_rows_guarded, "plain", r"kernel sum_rows block \(\d,0,0\) thread \(\d+,0,0\): memory fault"),
     ("ExitedLane", operations, "plain", r"samples\.cu:\d+: (__syncwarp: mask .* exited lane|thread exits while lanes)"),
 ]
 

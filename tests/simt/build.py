@@ -22,10 +22,11 @@ RUNTIME = ("simt_fiber.cpp", "simt_scheduler.cpp", "simt_collectives.cpp", "simt
 #: Sanitizer flags of each build. The shim's runtime is compiled without them: only kernels are judged.
 MODES = {
     "plain": [],
+    "fused": [],
     "asan": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"],
     "tsan": ["-fsanitize=thread", "-fno-omit-frame-pointer"],
 }
-DEFINES = {"plain": [], "asan": ["-DSIMT_ASAN"], "tsan": ["-DSIMT_TSAN"]}
+DEFINES = {"plain": [], "fused": [], "asan": ["-DSIMT_ASAN"], "tsan": ["-DSIMT_TSAN"]}
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def _compiler_version() -> str:
 def _flags(mode: str, optimise: str) -> list[str]:
     arch = ["-march=x86-64-v3"] if platform.machine() == "x86_64" else []
     return ["-std=c++20", optimise, "-g1", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Wno-unused-parameter",
-            "-ffp-contract=off", "-fno-strict-aliasing", *arch, *DEFINES[mode]]  # fmt: skip
+            "-ffp-contract=fast" if mode == "fused" else "-ffp-contract=off", "-fno-strict-aliasing", *arch, *DEFINES[mode]]  # fmt: skip
 
 
 def _headers_digest(folders: list[Path]) -> str:
@@ -109,8 +110,8 @@ def build(sources: list[Path], *, mode: str = "plain", folders: tuple[Path, ...]
     ----------
     sources : list of Path
         Kernel files (``.cu``) and their driver operations (``.cpp``).
-    mode : {"plain", "asan", "tsan"}
-        Sanitizers that the kernels are compiled with.
+    mode : {"plain", "fused", "asan", "tsan"}
+        Sanitizers that the kernels are compiled with; "fused" contracts products and sums, as nvcc does.
     folders : tuple of Path
         Include folders of the kernels, before the shim's own.
     defines : tuple of str
@@ -127,7 +128,7 @@ def build(sources: list[Path], *, mode: str = "plain", folders: tuple[Path, ...]
         A compiler that is missing or that fails; the message holds its output.
     """
     runtime_flags = _flags(mode, "-O2")
-    kernel_flags = [*_flags(mode, "-O1" if mode != "plain" else "-O2"), *MODES[mode], *(f"-D{d}" for d in defines)]
+    kernel_flags = [*_flags(mode, "-O2" if mode in ("plain", "fused") else "-O1"), *MODES[mode], *(f"-D{d}" for d in defines)]
     shim = _headers_digest([HERE])
     kernel_headers = _headers_digest([*folders, HERE])
     jobs = [(HERE / name, [HERE], runtime_flags, shim) for name in RUNTIME]

@@ -20,12 +20,16 @@ class DeviceError(RuntimeError):
 
 @dataclass
 class Buffer:
-    """A kernel argument in global memory: input unless `output`, `shift` bytes off a 256-byte aligned address."""
+    """A kernel argument in global memory: input unless `output`, `shift` bytes off a 256-byte aligned address.
+
+    A `guarded` input faults when it is read other than by a checked, counted load (``LDG`` and its kin).
+    """
 
     name: str
     array: np.ndarray | None
     output: bool = False
     shift: int = 0
+    guarded: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,7 @@ class Device:
             command = [setarch, "-R", *command]
         environment["ASAN_OPTIONS"] = "detect_leaks=0:abort_on_error=0:exitcode=66"
         environment["UBSAN_OPTIONS"] = "print_stacktrace=1:exitcode=66"
-        environment["TSAN_OPTIONS"] = "halt_on_error=1:exitcode=66:report_thread_leaks=0:report_signal_unsafe=0"
+        environment["TSAN_OPTIONS"] = "halt_on_error=1:exitcode=66:report_thread_leaks=0:report_signal_unsafe=0:history_size=0:clear_shadow_mmap_threshold=4194304"
         self._log = tempfile.TemporaryFile()
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, env=environment
@@ -135,7 +139,7 @@ class Device:
             label = buffer.name.encode()
             data = None if buffer.array is None else np.ascontiguousarray(buffer.array)
             parts += [struct.pack("<I", len(label)), label]
-            parts.append(struct.pack("<qII", -1 if data is None else data.nbytes, buffer.shift, buffer.output))
+            parts.append(struct.pack("<qII", -1 if data is None else data.nbytes, buffer.shift, buffer.output | buffer.guarded << 1))
             if data is not None:
                 payload.append(data.tobytes())
         try:

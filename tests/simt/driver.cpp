@@ -5,6 +5,7 @@
 #include <cstring>
 #include <map>
 #include <stdexcept>
+#include <sys/mman.h>
 
 #include "simt_core.h"
 #include "simt_sanitizer.h"
@@ -52,6 +53,21 @@ void allocate(Array& a) {
   if (kMargin == 0) poison(a.base, total ? a.shift : 1);
 }
 
+size_t guard_bytes(const Array& a) { return (a.shift + size_t(a.bytes) + 4096) / 4096 * 4096; }
+
+// Swaps the address that kernels see for one in an unreadable region, at the same offset from alignment.
+void guard(Array& a) {
+  void* region = mmap(nullptr, guard_bytes(a), PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (a.output || a.bytes < 0 || region == MAP_FAILED) throw std::invalid_argument("can't guard buffer " + a.name);
+  char* seen = static_cast<char*>(region) + a.shift;
+  register_buffer(a.name.c_str(), seen, size_t(a.bytes), false, a.data);
+  a.data = seen;
+}
+void unguard(Array& a) {
+  munmap(a.data - a.shift, guard_bytes(a));
+  a.data = a.base + kMargin + a.shift;
+}
+
 std::string check_canaries(const Array& a) {
   if (a.bytes < 0 || kMargin == 0) return "";
   for (const char* p = a.base; p < a.data + a.bytes + kMargin; p++) {
@@ -87,8 +103,9 @@ void serve(Call& call) {
     Array& a = call.arrays[i];
     allocate(a);
     if (a.bytes > 0) read_exactly(a.data, size_t(a.bytes));
-    if (a.bytes >= 0) register_buffer(a.name.c_str(), a.data, size_t(a.bytes), a.output);
     if (!a.output && a.bytes > 0) inputs[i].assign(a.data, a.data + a.bytes);
+    if (a.guarded) guard(a);
+    else if (a.bytes >= 0) register_buffer(a.name.c_str(), a.data, size_t(a.bytes), a.output);
   }
   clear_error();
   int status = 1;
@@ -104,6 +121,9 @@ void serve(Call& call) {
     } catch (const std::exception& e) {
       text = std::string("driver: ") + e.what();
     }
+  }
+  for (Array& a : call.arrays) {
+    if (a.guarded) unguard(a);
   }
   for (size_t i = 0; i < call.arrays.size() && text.empty(); i++) {
     text = check_canaries(call.arrays[i]);
@@ -136,7 +156,9 @@ int main() {
       a.name = read_string();
       a.bytes = read<int64_t>();
       a.shift = read<uint32_t>();
-      a.output = read<uint32_t>() != 0;
+      const uint32_t flags = read<uint32_t>();
+      a.output = flags & 1;
+      a.guarded = flags & 2;
     }
     serve(call);
   }

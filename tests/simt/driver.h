@@ -14,6 +14,7 @@ struct Array {
   int64_t bytes = -1;  // -1: a null pointer
   uint32_t shift = 0;  // bytes between a 256-byte aligned address and the data
   bool output = false;
+  bool guarded = false;  // `data` is an address that only checked loads may read
   char* base = nullptr;
   char* data = nullptr;
 };

@@ -27,12 +27,15 @@ void clear_error();
 
 // ---- global memory ------------------------------------------------------------------------------------------------
 // Buffers that kernels may touch. Once one is registered, every checked access must lie inside a registered buffer.
-void register_buffer(const char* name, const void* data, size_t bytes, bool writable);
+// `actual`, when given, is where the bytes really are: kernels get an address that faults unless a checked load
+// redirects it, which proves that no access escapes the counters.
+void register_buffer(const char* name, const void* data, size_t bytes, bool writable, const void* actual = nullptr);
 void clear_buffers();
 
 enum class Access { kLoad, kStore, kAtomic, kCopy };
-// Alignment, bounds and address space of one access to global memory; counts it when it reads.
-void check_global(const void* p, size_t bytes, size_t align, Access access, const Site& at);
+// Alignment, bounds and address space of one access to global memory; counts it when it reads. Returns the address to
+// use: `p`, or its redirection.
+const void* check_global(const void* p, size_t bytes, size_t align, Access access, const Site& at);
 
 // Counters as text, one line a (kernel, buffer): "kernel buffer loads bytes requests sectors". Cleared by reading.
 const char* take_counts();

@@ -5,7 +5,7 @@
 namespace simt {
 
 #if defined(SIMT_ASAN) || defined(SIMT_TSAN)
-constexpr size_t kStackBytes = 256 << 10;  // instrumented frames are several times larger
+constexpr size_t kStackBytes = 64 << 10;  // instrumented frames are several times larger
 #else
 constexpr size_t kStackBytes = 64 << 10;
 #endif

@@ -13,6 +13,7 @@ struct Buffer {
   std::string name;
   uintptr_t begin, end;
   bool writable;
+  const char* actual;
 };
 std::vector<Buffer> buffers;
 
@@ -64,19 +65,19 @@ bool in_shared(const Thread& t, const void* p) {
 }
 }  // namespace
 
-void register_buffer(const char* name, const void* data, size_t bytes, bool writable) {
+void register_buffer(const char* name, const void* data, size_t bytes, bool writable, const void* actual) {
   const auto begin = reinterpret_cast<uintptr_t>(data);
-  buffers.push_back({name, begin, begin + bytes, writable});
+  buffers.push_back({name, begin, begin + bytes, writable, static_cast<const char*>(actual)});
 }
 void clear_buffers() { buffers.clear(); }
 
-void check_global(const void* p, size_t bytes, size_t align, Access access, const Site& at) {
+const void* check_global(const void* p, size_t bytes, size_t align, Access access, const Site& at) {
   const Unwatched quiet;
   Thread& t = self(verb(access));
   const auto begin = reinterpret_cast<uintptr_t>(p), end = begin + bytes;
   if (begin % align) fail(at, "misaligned %zu-byte %s at address ending in 0x%02x", bytes, verb(access), unsigned(begin & 0xff));
   if (in_shared(t, p)) {
-    if (access == Access::kAtomic) return;
+    if (access == Access::kAtomic) return p;
     fail(at, "global %s of an address in shared memory", verb(access));
   }
   int buffer = -1;
@@ -88,6 +89,7 @@ void check_global(const void* p, size_t bytes, size_t align, Access access, cons
       fail(at, "%s into read-only buffer `%s`", verb(access), buffers[buffer].name.c_str());
   }
   if (options().count && (access == Access::kLoad || access == Access::kCopy)) count(t, buffer, begin, end, at);
+  return buffer >= 0 && buffers[buffer].actual ? buffers[buffer].actual + (begin - buffers[buffer].begin) : p;
 }
 
 void flush_requests(Block& b) {
@@ -179,9 +181,9 @@ void copy_async(CopyFn copy, void* shared, const void* global, size_t bytes, siz
   if (!in_shared(t, shared)) fail(at, "__pipeline_memcpy_async: the destination is not shared memory");
   if (reinterpret_cast<uintptr_t>(shared) % bytes)
     fail(at, "misaligned %zu-byte async copy: destination ends in 0x%02x", bytes, unsigned(reinterpret_cast<uintptr_t>(shared) & 0xff));
-  if (bytes > zero_fill) check_global(global, bytes - zero_fill, 1, Access::kCopy, at);
   if (reinterpret_cast<uintptr_t>(global) % bytes)
     fail(at, "misaligned %zu-byte async copy: source ends in 0x%02x", bytes, unsigned(reinterpret_cast<uintptr_t>(global) & 0xff));
+  if (bytes > zero_fill) global = check_global(global, bytes - zero_fill, 1, Access::kCopy, at);
   const AsyncCopy job{copy,       static_cast<uint32_t*>(shared), static_cast<const uint32_t*>(global),
                       bytes / 4, zero_fill / 4,                  t.copy_group};
   // Early copies show a destination that is still being read, late ones a wait that is too weak.

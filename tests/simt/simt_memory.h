@@ -12,8 +12,7 @@ void* dynamic_shared();
 
 template <class T>
 T load(const T* p, Site at = Site::current()) {
-  check_global(p, sizeof(T), alignof(T), Access::kLoad, at);
-  return *p;
+  return *static_cast<const T*>(check_global(p, sizeof(T), alignof(T), Access::kLoad, at));
 }
 template <class T>
 void store(T* p, std::type_identity_t<T> v, Site at = Site::current()) {

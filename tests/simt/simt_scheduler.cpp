@@ -2,6 +2,7 @@
 #include "simt_scheduler.h"
 
 #include <algorithm>
+#include <csignal>
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
@@ -49,6 +50,27 @@ void say_where() {
   if (current) std::fprintf(stderr, "simt: in kernel %s %s\n", current->block->launch->name.c_str(), position(*current).c_str());
 }
 const bool death_hook = (__sanitizer_set_death_callback(say_where), true);
+#endif
+
+#if !defined(SIMT_ASAN) && !defined(SIMT_TSAN)
+// A plain read of a guarded buffer, a wild pointer or a stack overflow: say where, then die as usual.
+void on_fault(int signal, siginfo_t* info, void*) {
+  if (current)
+    std::fprintf(stderr, "simt: kernel %s %s: memory fault at %p (after %s %s)\n", current->block->launch->name.c_str(),
+                 position(*current).c_str(), info->si_addr, current->op, describe(current->site).c_str());
+  std::signal(signal, SIG_DFL);
+  std::raise(signal);
+}
+const bool fault_hook = [] {
+  static char stack[64 << 10];
+  const stack_t alternative{.ss_sp = stack, .ss_flags = 0, .ss_size = sizeof stack};
+  sigaltstack(&alternative, nullptr);
+  struct sigaction action = {};
+  action.sa_sigaction = on_fault;
+  action.sa_flags = SA_SIGINFO | SA_ONSTACK;
+  sigaction(SIGSEGV, &action, nullptr);
+  return sigaction(SIGBUS, &action, nullptr) == 0;
+}();
 #endif
 
 void entry() {
