@@ -94,7 +94,8 @@ def ops(backend: str) -> SimpleNamespace:
 
 def _table(namespace: str) -> SimpleNamespace:
     found = getattr(torch.ops, namespace)
-    return SimpleNamespace(**{name: getattr(found, name).default for name in SEPARABILITY_SCHEMAS}, namespace=namespace)
+    overloads = {name: getattr(found, name).default for name in SEPARABILITY_SCHEMAS}
+    return SimpleNamespace(**overloads, namespace=namespace, checks=namespace == "speceyes")
 
 
 def _explain(backend: str, error: Exception) -> tuple[str, BaseException | None]:
@@ -126,6 +127,12 @@ def ops_for(backend: str, device: torch.device) -> SimpleNamespace:
     if found is None:
         found = _chosen[key] = _choose(*key)
     return found
+
+
+def known_ops(backend: str, tensor: torch.Tensor) -> SimpleNamespace | None:
+    """:func:`ops_for` once it has chosen, without its cost; only native ops, which check their arguments themselves."""
+    table = _chosen.get((backend, "cpu" if tensor.is_cpu else "cuda"))
+    return table if table is not None and table.checks else None
 
 
 @torch.compiler.assume_constant_result

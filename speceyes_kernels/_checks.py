@@ -15,7 +15,7 @@ from ._schemas import POOL_IDS
 MAX_K = 256
 MAX_VOCAB = 1 << 20
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_FORMS = {"exclude_top1": False, "include_top1": True}
+FORMS = {"exclude_top1": False, "include_top1": True}
 
 
 def describe(x: object) -> str:
@@ -78,7 +78,7 @@ def check_vocab(logits: Tensor, k: int, valid_vocab: int | None) -> int:
 
 
 def check_score(form: str, eps: float, min_competitors: int) -> tuple[bool, float, int]:
-    include_top1 = _FORMS.get(form) if isinstance(form, str) else None
+    include_top1 = FORMS.get(form) if isinstance(form, str) else None
     if include_top1 is None:
         raise ValueError(f"form: expected 'exclude_top1' or 'include_top1', got {form!r}")
     eps = as_number(eps, "eps", "a number in 1e-37..1e37")
