@@ -75,7 +75,8 @@ def row_table(
     mean = torch.where(count > 0, second + d_mean, math.nan)
     s_mean, s_std = spread(0) if include_top1 else (d_mean, std)
     score = ((top1 - second - s_mean) / (s_std + eps)).clamp(-_FLOAT32_MAX, _FLOAT32_MAX)
-    logp = torch.clamp(top1 - lse, max=0.0)
+    # From the differences, not as top1 - lse: that cancels where the logits are large.
+    logp = torch.clamp(-torch.logsumexp(x - top1[:, None], dim=1), max=0.0) if v else lse
 
     one_inf = top1 == _INF
     forced = (count == 0) & ~one_inf

@@ -22,7 +22,7 @@ def op_calls(backend: str):
     """One call of every op, small and on the CPU: name -> arguments."""
     x = edge_batch(96, torch.float32)
     n, k, p = x.shape[0], 16, [0, 1, 2, 3, 4]
-    f, i = lambda *s: torch.zeros(s), lambda *s: torch.zeros(s, dtype=torch.int64)  # noqa: E731
+    f, i = lambda *s: torch.zeros(s), lambda *s: torch.zeros(s, dtype=torch.int64)
     count = torch.zeros(n, dtype=torch.int32)
     score = (k, 90, False, 1e-6, 8)
     state = lambda: (torch.zeros(3, 2, dtype=torch.float64), f(3, 2), torch.zeros(3, 2, dtype=torch.int32), f(3, 9))  # noqa: E731

@@ -13,7 +13,7 @@ from separability_cases import ALL_POOLS, edge_batch
 import speceyes_kernels as sk
 
 INF = math.inf
-BACKENDS = [b for b in ("cpu", "reference")]
+BACKENDS = ["cpu", "reference"]
 EDGES = edge_batch(96, torch.float32)
 
 
