@@ -57,6 +57,8 @@ template <>
 inline int32_t dtype_code<int32_t>() { return aoti_torch_dtype_int32(); }
 template <>
 inline int32_t dtype_code<int64_t>() { return aoti_torch_dtype_int64(); }
+template <>
+inline int32_t dtype_code<uint8_t>() { return aoti_torch_dtype_uint8(); }
 
 std::string dtype_name(int32_t dtype);
 
