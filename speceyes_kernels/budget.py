@@ -291,8 +291,10 @@ def allocate_budget(
         raise ValueError(f"form: expected 'equation' or 'algorithm', got {form!r}")
     plain = rows if plain_tokens is None else _as_count(plain_tokens, "plain_tokens")
     if backend == "reference":
-        lists = [table[name].tolist() for name in ("found", "agreeing", "prefix_lengths", "lengths")]
-        drafted = budget_reference.allocate_agentspec(*lists, plain, budget, cost.intensity, alpha, gmin, form)
+        n, c, prefix, length_list = (table[k].tolist() for k in ("found", "agreeing", "prefix_lengths", "lengths"))
+        drafted = budget_reference.allocate_agentspec(
+            n, c, prefix, length_list, plain, budget, cost.intensity, alpha, gmin, form
+        )
         return np.asarray(drafted, np.int32)
     _native.load()
     out = np.empty(rows, np.int32)

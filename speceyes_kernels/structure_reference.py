@@ -228,15 +228,15 @@ def corrected(start: str, end: str) -> str | None:
 
 def open_groups(spec: Spec, text: bytes) -> list[int]:
     """Reads the whole of ``text``; the groups of the blocks that are open at its end, outermost first."""
-    kinds: dict[bytes, tuple[int, list[bytes]]] = {}
+    kinds: dict[bytes, tuple[int, list[bytes]]] = {}  # start -> group, ends
     for g, pairs in enumerate(spec.groups):
-        for start, end in pairs:
-            ends = kinds.setdefault(start.encode(), (g, []))[1]
-            ends += [e.encode() for e in (end, corrected(start, end)) if e]
-    stack: list[bytes] = []  # start delimiters
+        for pair in pairs:
+            ends = kinds.setdefault(pair[0].encode(), (g, []))[1]
+            ends += [e.encode() for e in (pair[1], corrected(*pair)) if e]
+    stack: list[bytes] = []  # their starts
     at = 0
     while at < len(text):
-        ends = [e for kind in stack for e in kinds[kind][1] if text.startswith(e, at)]
+        ends = [e for start in stack for e in kinds[start][1] if text.startswith(e, at)]
         starts = [s for s in kinds if text.startswith(s, at)] if len(stack) < spec.max_nesting else []
         if ends:
             end = max(ends, key=len)
@@ -248,7 +248,7 @@ def open_groups(spec: Spec, text: bytes) -> list[int]:
             at += len(stack[-1])
         else:
             at += 1
-    return [kinds[kind][0] for kind in stack]
+    return [kinds[start][0] for start in stack]
 
 
 class ReferenceTracker:
