@@ -1,0 +1,26 @@
+"""Replays of recorded agent rollouts against drafters: which drafts would have been accepted, and what that is worth.
+
+Library: :func:`load_rollouts`, :func:`replay`, :func:`parse_drafters`. Command: ``speceyes replay``.
+"""
+
+from .drafters import Arctic, Drafter, DrafterError, Ngram, Ours, Sizes, parse_drafters
+from .lockstep import INTENSITY, ReplayResult, plain_time, replay
+from .traces import FolderTokenizer, Rollout, TraceError, load_rollouts
+
+__all__ = [
+    "INTENSITY",
+    "Arctic",
+    "Drafter",
+    "DrafterError",
+    "FolderTokenizer",
+    "Ngram",
+    "Ours",
+    "ReplayResult",
+    "Rollout",
+    "Sizes",
+    "TraceError",
+    "load_rollouts",
+    "parse_drafters",
+    "plain_time",
+    "replay",
+]
