@@ -18,11 +18,11 @@ from separability_cases import (
     edge_rows,
     vocab_shapes,
 )
+from simt.client import Device
+from simt.separability import Query, Rows, Separability, State, separability_driver
 from torch import Tensor
 
 import speceyes_kernels as sk
-from simt.client import Device
-from simt.separability import Query, Rows, Separability, State, separability_driver
 from speceyes_kernels._schemas import POOL_IDS
 from speceyes_kernels.separability_reference import pool_value, row_table
 
@@ -144,8 +144,8 @@ def test_longest_vocabulary(device: Device) -> None:
 def test_large_scores(kernels: Separability) -> None:
     """S up to 300 and far from zero: differences are formed from the second value, not from rounded means."""
     v = torch.arange(4096)
-    rows = [torch.where(v == 77, top, base + spread * torch.sin(v * 1.7))
-            for base, spread, top in ((0.0, 1.0, 200.0), (1000.0, 0.05, 1012.0), (-40.0, 0.001, -39.9), (5.0, 0.0, 5.5))]  # fmt: skip
+    cases = ((0.0, 1.0, 200.0), (1000.0, 0.05, 1012.0), (-40.0, 0.001, -39.9), (5.0, 0.0, 5.5))
+    rows = [torch.where(v == 77, top, base + spread * torch.sin(v * 1.7)) for base, spread, top in cases]
     logits = torch.stack(rows)
     got = kernels.rows(logits)[0]
     assert_rows(got, logits, 64)
@@ -168,7 +168,12 @@ def test_a_row_has_the_same_bits_everywhere(dtype: torch.dtype, build: str, requ
     sparse[:, ::2] = logits
     padded = torch.full((len(logits), 9008), math.nan, dtype=dtype)
     padded[:, :v] = logits
-    for seed, multiprocessors, x in ((1, 132, logits), (2, 8, shifted[:, 5 : 5 + v]), (3, 64, sparse[:, ::2]), (4, 3, padded)):
+    for seed, multiprocessors, x in (
+        (1, 132, logits),
+        (2, 8, shifted[:, 5 : 5 + v]),
+        (3, 64, sparse[:, ::2]),
+        (4, 3, padded),
+    ):
         device.options(seed=seed)
         kernels = Separability(device, multiprocessors=multiprocessors)
         assert_same_bits(kernels.rows(x, vocab=v)[0], want)
@@ -189,7 +194,10 @@ def test_any_shape(device: Device, data: st.DataObject) -> None:
     g = torch.Generator().manual_seed(data.draw(st.integers(0, 1 << 20)))
     levels = data.draw(st.sampled_from([2, 5, 40, 100000]))  # few levels: ties everywhere
     logits = (torch.randint(0, levels, (n, v), generator=g) * (12 / levels) - 6).to(dtype)
-    for value, share in ((-INF, data.draw(st.sampled_from([0.0, 0.5, 0.97]))), (INF, data.draw(st.sampled_from([0.0, 0.0, 0.5 / v])))):
+    for value, share in (
+        (-INF, data.draw(st.sampled_from([0.0, 0.5, 0.97]))),
+        (INF, data.draw(st.sampled_from([0.0, 0.0, 0.5 / v]))),
+    ):
         logits[torch.rand(n, v, generator=g) < share] = value
     step, offset = data.draw(st.integers(1, 2)), data.draw(st.integers(0, 9))
     room = torch.full((n, offset + v * step + data.draw(st.integers(0, 9))), math.nan, dtype=dtype)
@@ -212,7 +220,7 @@ def test_only_what_is_asked_for_is_written(kernels: Separability) -> None:
     assert torch.equal(shifted, torch.where(want.argmax < 0, -1, want.argmax + 5000))
 
 
-# ---- pools -------------------------------------------------------------------------------------------------------------
+# ---- pools ---------------------------------------------------------------------------------------------------------
 def token_rows(n: int, dtype: torch.dtype) -> Tensor:
     """Rows [n, 96] as they come in a decode: mostly ordinary, some forced, some undefined."""
     g = torch.Generator().manual_seed(n)
@@ -249,8 +257,13 @@ def expected_pools(records: Tensor, cu: Tensor, mask: Tensor | None, query: Quer
     return out
 
 
-@pytest.mark.parametrize("query", [Query(), Query(("bottom", "min"), 0.31, True), Query(("log",))], ids=str)
-def test_answers(kernels: Separability, query: Query) -> None:
+QUERIES = (Query(), Query(("bottom", "min"), 0.31, True), Query(("log",)))
+
+
+@pytest.mark.parametrize(("seed", "query"), list(zip(SEEDS, QUERIES, strict=True)), ids=str)
+def test_answers(device: Device, seed: int, query: Query) -> None:
+    device.options(seed=seed)
+    kernels = Separability(device, multiprocessors=8)
     for dtype, index in zip(DTYPES, (torch.int32, torch.int64, torch.int32), strict=True):
         logits, cu, mask = pool_case(dtype)
         for m in (None, mask):
@@ -330,10 +343,12 @@ def test_nothing_to_do(kernels: Separability) -> None:
     assert (kernels.read(State.fresh(2, 3)) == -INF).all()
 
 
-# ---- vocabulary-parallel ----------------------------------------------------------------------------------------------
+# ---- vocabulary-parallel -------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("build", ["device", "fused_device"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_merged_partials_equal_the_unsharded_row(dtype: torch.dtype, build: str, request: pytest.FixtureRequest) -> None:
+def test_merged_partials_equal_the_unsharded_row(
+    dtype: torch.dtype, build: str, request: pytest.FixtureRequest
+) -> None:
     device = request.getfixturevalue(build)
     logits = edge_batch(1000, dtype)
     cases = [((500, 500), 64), ((5, 300, 695), 64), ((250, 250, 250, 250), 200), ((1000,), 256)]

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_separability_simt import hard_rows
-
 from simt.client import Device
 from simt.separability import Separability, separability_driver
+from test_separability_simt import hard_rows
 
 VOCABULARIES = (1000, 4099, 32000, 131072, 151936)
 NAMES = ("normal", "top k one a block", "top k in two blocks", "half -inf", "ascending", "all equal")
@@ -56,7 +55,7 @@ def test_bytes_read_per_row(dtype: torch.dtype) -> None:
 def test_wide_loads(dtype: torch.dtype) -> None:
     """Aligned rows stream in 16-byte loads, 512 bytes a warp's request; other rows stay coalesced."""
     v = 32768
-    logits = torch.randn(2, v + 8).to(dtype)
+    logits = torch.randn(2, v + 16).to(dtype)  # rows start at whole sectors
     with Device(separability_driver(), seed=1, count=True) as device:
         kernels = Separability(device, multiprocessors=8, guarded=True)
         kernels.rows(logits[:, :v])

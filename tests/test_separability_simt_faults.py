@@ -8,11 +8,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 from separability_cases import DTYPES, edge_batch
-from test_separability_simt import BOUNDS, assert_rows, expected_pools, pool_case, token_rows
-
 from simt.build import Patch
 from simt.client import Device, DeviceError
 from simt.separability import Query, Separability, State, separability_driver
+from test_separability_simt import BOUNDS, assert_rows, expected_pools, pool_case, token_rows
 
 
 def small_case(kernels: Separability, dtype: torch.dtype, rows: int = 29, k: int = 64) -> None:
@@ -76,7 +75,7 @@ def test_no_data_race(dtype: torch.dtype) -> None:
             merge_case(kernels, dtype, rows=2)
 
 
-# ---- planted faults -----------------------------------------------------------------------------------------------------
+# ---- planted faults ------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Fault:
     """A change to the real sources, the build and case that show it, and what is reported (None: wrong results)."""
@@ -144,7 +143,9 @@ FAULTS = [
     ),
     Fault(
         "misaligned load",
-        Patch(LAUNCH, r"reinterpret_cast<uintptr_t>\(x\.data\) % 16 == 0", "reinterpret_cast<uintptr_t>(x.data) % 2 == 0"),
+        Patch(
+            LAUNCH, r"reinterpret_cast<uintptr_t>\(x\.data\) % 16 == 0", "reinterpret_cast<uintptr_t>(x.data) % 2 == 0"
+        ),
         "plain",
         r"kernel stream_kernel block .*separability_cuda_stream\.cuh:\d+: misaligned 16-byte load",
         case="one misaligned row",
@@ -174,7 +175,13 @@ FAULTS = [
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f"{f.name} ({f.mode})")
 def test_planted_fault_is_caught(fault: Fault) -> None:
     driver = separability_driver(fault.mode, (fault.patch,), dtypes=("bf16",))
-    expected = (DeviceError, AssertionError) if fault.message == "" else AssertionError if fault.message is None else DeviceError
+    expected = (
+        (DeviceError, AssertionError)
+        if fault.message == ""
+        else AssertionError
+        if fault.message is None
+        else DeviceError
+    )
     with pytest.raises(expected, match=fault.message or None):
         for seed in (1, 2, 3):
             with Device(driver, seed=seed) as device:
@@ -182,7 +189,12 @@ def test_planted_fault_is_caught(fault: Fault) -> None:
                 if fault.case == "pools":
                     pools_case(kernels, torch.bfloat16, rows=12)
                 elif fault.case == "overflow":
-                    kernels.rows(token_rows(9, torch.bfloat16), 16, slots=torch.zeros(9, dtype=torch.int32), state=State.fresh(1, 4))
+                    kernels.rows(
+                        token_rows(9, torch.bfloat16),
+                        16,
+                        slots=torch.zeros(9, dtype=torch.int32),
+                        state=State.fresh(1, 4),
+                    )
                 elif fault.case == "one misaligned row":
                     kernels.rows(torch.randn(1, 3000).bfloat16()[:, 1:])
                 else:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
 from simt.build import HERE, build
 from simt.client import Buffer, Device, DeviceError
 
@@ -90,14 +89,29 @@ CAUGHT = [
     ("MissingBarrier", sum_rows, "plain", None),
     ("MissingBarrier", sum_rows, "tsan", r"data race(?s:.*)sum_rows"),
     ("DivergentBarrier", sum_rows, "plain", r"kernel sum_rows block \(\d,0,0\) .*samples\.cu:\d+: divergent barrier"),
-    ("DifferentBarriers", sum_rows, "plain", r"divergent barrier: this thread is at __syncthreads, others .*samples\.cu:"),
+    (
+        "DifferentBarriers",
+        sum_rows,
+        "plain",
+        r"divergent barrier: this thread is at __syncthreads, others .*samples\.cu:",
+    ),
     ("WrongMask", sum_rows, "plain", r"thread \(\d+,0,0\) samples\.cu:\d+: __shfl_xor_sync: .* mask 0x0000ffff"),
     ("SharedOverrun", sum_rows, "plain", r"shared memory overrun: wrote 0 bytes past the end of array `partial`"),
-    ("SharedOverrun", sum_rows, "asan", r"AddressSanitizer: use-after-poison(?s:.*)in kernel sum_rows block \(\d,0,0\)"),
+    (
+        "SharedOverrun",
+        sum_rows,
+        "asan",
+        r"AddressSanitizer: use-after-poison(?s:.*)in kernel sum_rows block \(\d,0,0\)",
+    ),
     ("MisalignedLoad", sum_rows, "plain", r"samples\.cu:\d+: misaligned 16-byte load at address ending in 0x\w4"),
     ("ReadPastEnd", sum_rows, "plain", r"out-of-bounds global load of 16 bytes, 0 bytes past the end of buffer `x`"),
     ("PlainReadPastEnd", sum_rows, "asan", r"AddressSanitizer: heap-buffer-overflow(?s:.*)READ of size 4"),
-    ("WritePastEnd", sum_rows, "plain", r"out-of-bounds global store of 4 bytes, 0 bytes past the end of buffer `rows`"),
+    (
+        "WritePastEnd",
+        sum_rows,
+        "plain",
+        r"out-of-bounds global store of 4 bytes, 0 bytes past the end of buffer `rows`",
+    ),
     ("PlainWritePastEnd", sum_rows, "plain", r"out-of-bounds write 0 bytes past the end of buffer `rows`"),
     ("PlainWritePastEnd", sum_rows, "asan", r"AddressSanitizer: heap-buffer-overflow(?s:.*)WRITE of size 4"),
     ("ReadOnlyStore", sum_rows, "plain", r"store into read-only buffer `x`"),
@@ -137,7 +151,9 @@ def test_error_ends_the_launch_not_the_driver() -> None:
 
 
 @pytest.mark.parametrize(
-    "shape", [(0, 32, 0), (1, 0, 0), (1, 1025, 0), (1, 32, 49153), (1, 32, 1 << 20)], ids=lambda s: "x".join(map(str, s))
+    "shape",
+    [(0, 32, 0), (1, 0, 0), (1, 1025, 0), (1, 32, 49153), (1, 32, 1 << 20)],
+    ids=lambda s: "x".join(map(str, s)),
 )
 def test_impossible_launch_is_an_error(shape: tuple[int, int, int]) -> None:
     x = np.zeros(32, np.int32)

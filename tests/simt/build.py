@@ -55,8 +55,9 @@ def _compiler_version() -> str:
 
 def _flags(mode: str, optimise: str) -> list[str]:
     arch = ["-march=x86-64-v3"] if platform.machine() == "x86_64" else []
-    return ["-std=c++20", optimise, "-g1", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Wno-unused-parameter",
-            "-ffp-contract=fast" if mode == "fused" else "-ffp-contract=off", "-fno-strict-aliasing", *arch, *DEFINES[mode]]  # fmt: skip
+    contract = "-ffp-contract=fast" if mode == "fused" else "-ffp-contract=off"
+    warnings = ["-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Wno-unused-parameter"]
+    return ["-std=c++20", optimise, "-g1", *warnings, contract, "-fno-strict-aliasing", *arch, *DEFINES[mode]]
 
 
 def _headers_digest(folders: list[Path]) -> str:
@@ -103,7 +104,9 @@ def patched_sources(patches: tuple[Patch, ...]) -> Path:
     return folder
 
 
-def build(sources: list[Path], *, mode: str = "plain", folders: tuple[Path, ...] = (), defines: tuple[str, ...] = ()) -> Path:
+def build(
+    sources: list[Path], *, mode: str = "plain", folders: tuple[Path, ...] = (), defines: tuple[str, ...] = ()
+) -> Path:
     """Driver executable with the kernels of `sources`.
 
     Parameters
@@ -128,7 +131,11 @@ def build(sources: list[Path], *, mode: str = "plain", folders: tuple[Path, ...]
         A compiler that is missing or that fails; the message holds its output.
     """
     runtime_flags = _flags(mode, "-O2")
-    kernel_flags = [*_flags(mode, "-O2" if mode in ("plain", "fused") else "-O1"), *MODES[mode], *(f"-D{d}" for d in defines)]
+    kernel_flags = [
+        *_flags(mode, "-O2" if mode in ("plain", "fused") else "-O1"),
+        *MODES[mode],
+        *(f"-D{d}" for d in defines),
+    ]
     shim = _headers_digest([HERE])
     kernel_headers = _headers_digest([*folders, HERE])
     jobs = [(HERE / name, [HERE], runtime_flags, shim) for name in RUNTIME]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import struct
@@ -67,8 +68,8 @@ class Device:
             command = [setarch, "-R", *command]
         environment["ASAN_OPTIONS"] = "detect_leaks=0:abort_on_error=0:exitcode=66"
         environment["UBSAN_OPTIONS"] = "print_stacktrace=1:exitcode=66"
-        environment["TSAN_OPTIONS"] = "halt_on_error=1:exitcode=66:report_thread_leaks=0:report_signal_unsafe=0:history_size=0:clear_shadow_mmap_threshold=4194304"
-        self._log = tempfile.TemporaryFile()
+        environment["TSAN_OPTIONS"] = "halt_on_error=1:exitcode=66:report_thread_leaks=0:report_signal_unsafe=0"
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed in close())
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, env=environment
         )
@@ -89,10 +90,8 @@ class Device:
         """Ends the driver."""
         for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:
-                try:
+                with contextlib.suppress(BrokenPipeError):
                     stream.close()
-                except BrokenPipeError:
-                    pass
         self._process.wait()
         self._log.close()
 
@@ -139,7 +138,11 @@ class Device:
             label = buffer.name.encode()
             data = None if buffer.array is None else np.ascontiguousarray(buffer.array)
             parts += [struct.pack("<I", len(label)), label]
-            parts.append(struct.pack("<qII", -1 if data is None else data.nbytes, buffer.shift, buffer.output | buffer.guarded << 1))
+            parts.append(
+                struct.pack(
+                    "<qII", -1 if data is None else data.nbytes, buffer.shift, buffer.output | buffer.guarded << 1
+                )
+            )
             if data is not None:
                 payload.append(data.tobytes())
         try:

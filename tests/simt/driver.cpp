@@ -104,8 +104,10 @@ void serve(Call& call) {
     allocate(a);
     if (a.bytes > 0) read_exactly(a.data, size_t(a.bytes));
     if (!a.output && a.bytes > 0) inputs[i].assign(a.data, a.data + a.bytes);
-    if (a.guarded) guard(a);
-    else if (a.bytes >= 0) register_buffer(a.name.c_str(), a.data, size_t(a.bytes), a.output);
+    if (a.guarded)
+      guard(a);
+    else if (a.bytes >= 0)
+      register_buffer(a.name.c_str(), a.data, size_t(a.bytes), a.output);
   }
   clear_error();
   int status = 1;

@@ -34,7 +34,8 @@ constexpr int kWarps = kThreads / 32;
 
 // Sum of a row through 16-byte loads, one block a row; the last block to finish adds the rows up.
 template <Fault kFault>
-__global__ void __launch_bounds__(kThreads) sum_rows(const float* x, int n, float* rows, unsigned* arrived, float* total) {
+__global__ void __launch_bounds__(kThreads)
+    sum_rows(const float* x, int n, float* rows, unsigned* arrived, float* total) {
   SHMEM(float, partial, [kWarps]);
   SHMEM(int, last, [1]);
   const int t = threadIdx.x, lane = t & 31, warp = t >> 5;
@@ -53,8 +54,10 @@ __global__ void __launch_bounds__(kThreads) sum_rows(const float* x, int n, floa
   if (lane == 0) *slot = s;
   if (kFault == kDivergentBarrier ? t < 64 : kFault != kMissingBarrier && kFault != kDifferentBarriers) __syncthreads();
   if (kFault == kDifferentBarriers) {
-    if (warp == 0) __syncthreads();
-    else __syncthreads();
+    if (warp == 0)
+      __syncthreads();
+    else
+      __syncthreads();
   }
   s = 0.f;
   if (kFault == kUninitialised) {
@@ -136,10 +139,13 @@ __global__ void check_operations(int* wrong) {
   bad += __match_all_sync(~0u, 7, &same) != ~0u || !same;
   bad += __reduce_add_sync(~0u, unsigned(lane)) != 496u || __reduce_max_sync(~0u, lane - 40) != -9;
   bad += __reduce_min_sync(~0u, lane - 40) != -40 || __reduce_or_sync(~0u, 1u << lane) != ~0u;
-  if (lane < 16) bad += __ballot_sync(0xffffu, lane & 1) != 0xaaaau;  // halves that never meet
-  else bad += __reduce_add_sync(0xffff0000u, 1u) != 16u;
+  if (lane < 16)
+    bad += __ballot_sync(0xffffu, lane & 1) != 0xaaaau;  // halves that never meet
+  else
+    bad += __reduce_add_sync(0xffff0000u, 1u) != 16u;
   bad += __syncthreads_count(lane == 0) != int(blockDim.x / 32);
-  bad += __syncthreads_and(lane < 32) != 1 || __syncthreads_and(lane < 31) != 0 || __syncthreads_or(threadIdx.x == 77) != 1;
+  bad += __syncthreads_and(lane < 32) != 1 || __syncthreads_and(lane < 31) != 0 ||
+         __syncthreads_or(threadIdx.x == 77) != 1;
   if (bad) atomicAdd(wrong, bad);
   if (kFault == kExitedLane) {
     if (lane == 31) return;
@@ -155,8 +161,8 @@ int with_fault(int64_t fault, F fn) {
 }
 
 int run_sum_rows(Call& c) {
-  return with_fault<kNone, kMissingBarrier, kDivergentBarrier, kWrongMask, kSharedOverrun, kMisalignedLoad, kReadPastEnd,
-                    kWritePastEnd, kPlainReadPastEnd, kPlainWritePastEnd, kUninitialised, kMissingFence,
+  return with_fault<kNone, kMissingBarrier, kDivergentBarrier, kWrongMask, kSharedOverrun, kMisalignedLoad,
+                    kReadPastEnd, kWritePastEnd, kPlainReadPastEnd, kPlainWritePastEnd, kUninitialised, kMissingFence,
                     kDifferentBarriers, kReadOnlyStore, kUncountedRead>(c.integer(0), [&]<Fault kFault>() {
     LAUNCH((sum_rows<kFault>), unsigned(c.integer(1)), kThreads, 0, nullptr, c.pointer<float>(0), int(c.integer(2)),
            c.pointer<float>(1), c.pointer<unsigned>(2), c.pointer<float>(3));
@@ -197,7 +203,7 @@ int run_convert(Call& c) {
   }
   return 0;
 }
-const Register kOperations[] = {{"sum_rows", run_sum_rows},     {"scan_warp", run_scan_warp},
+const Register kOperations[] = {{"sum_rows", run_sum_rows},           {"scan_warp", run_scan_warp},
                                 {"sum_pipelined", run_sum_pipelined}, {"operations", run_operations},
                                 {"launch_shape", run_launch_shape},   {"convert", run_convert}};
 }  // namespace

@@ -7,7 +7,8 @@ namespace simt {
 namespace {
 
 const char* name_of(Barrier kind) {
-  constexpr const char* kNames[] = {"__syncthreads", "__syncthreads_count", "__syncthreads_and", "__syncthreads_or", "grid.sync"};
+  constexpr const char* kNames[] = {"__syncthreads", "__syncthreads_count", "__syncthreads_and", "__syncthreads_or",
+                                    "grid.sync"};
   return kNames[int(kind)];
 }
 
@@ -69,7 +70,8 @@ Exchange& meet(uint32_t mask, uint64_t value, const char* op, const Site& at, bo
     e.unread = std::popcount(mask);
     e.arrived = 0;  // complete: the slot stays taken until all lanes have read it
     const unsigned base = t.linear & ~31u;
-    for (uint32_t m = mask & ~(1u << t.lane); m; m &= m - 1) t.block->threads[base + std::countr_zero(m)]->state = State::kReady;
+    for (uint32_t m = mask & ~(1u << t.lane); m; m &= m - 1)
+      t.block->threads[base + std::countr_zero(m)]->state = State::kReady;
   }
   if (ordered) edge_acquire(&e.edge);
   return e;
@@ -86,16 +88,18 @@ int block_barrier(Barrier kind, int predicate, const Site& at) {
     b.kind = kind;
     b.barrier_site = at;
   } else if (b.kind != kind || !same(b.barrier_site, at)) {
-    fail(at, "divergent barrier: this thread is at %s, others of its block wait at %s %s", name_of(kind), name_of(b.kind),
-         describe(b.barrier_site).c_str());
+    fail(at, "divergent barrier: this thread is at %s, others of its block wait at %s %s", name_of(kind),
+         name_of(b.kind), describe(b.barrier_site).c_str());
   }
   t.op = name_of(kind);
   t.site = at;
   b.count += predicate != 0;
   char* edge = &b.barrier_edge[b.generation & 1];
   edge_release(edge);
-  if (++b.arrived == b.alive) release_barrier(b);
-  else wait_here(State::kAtBarrier);
+  if (++b.arrived == b.alive)
+    release_barrier(b);
+  else
+    wait_here(State::kAtBarrier);
   edge_acquire(edge);
   return t.barrier_result;
 }
@@ -144,7 +148,8 @@ void leave_collectives(Thread& t) {
   t.warp->exited |= 1u << t.lane;
   b.alive--;
   if (b.arrived)
-    fail(b.barrier_site, "divergent barrier: thread exits while %u threads of its block wait at %s", b.arrived, name_of(b.kind));
+    fail(b.barrier_site, "divergent barrier: thread exits while %u threads of its block wait at %s", b.arrived,
+         name_of(b.kind));
 }
 
 }  // namespace simt

@@ -19,10 +19,10 @@ class Fiber {
 
   // Prepares a run of entry(), which must end with leave(true). `colour` staggers the stacks' cache sets.
   void reset(void (*entry)(), unsigned colour);
-  void enter();                  // scheduler -> fiber; returns when the fiber leaves
-  void leave(bool finished);     // fiber -> scheduler
-  static void started();         // first call in entry()
-  void retire();                 // after the last run, before the launch's memory is looked at
+  void enter();               // scheduler -> fiber; returns when the fiber leaves
+  void leave(bool finished);  // fiber -> scheduler
+  static void started();      // first call in entry()
+  void retire();              // after the last run, before the launch's memory is looked at
 
  private:
   char* stack_ = nullptr;

@@ -49,43 +49,43 @@ inline float min_nan(float a, float b) { return -max_nan(-a, -b); }
 }  // namespace simt
 
 // One set of operations for both formats. S: scalar type, P: packed type, TO/FROM: conversions.
-#define SIMT_FLOAT16(S, P, TO, FROM)                                                                       \
-  inline S __hmax(S a, S b) { return FROM(simt::max_num(TO(a), TO(b))); }                                  \
-  inline S __hmax_nan(S a, S b) { return FROM(simt::max_nan(TO(a), TO(b))); }                              \
-  inline S __hmin(S a, S b) { return FROM(simt::min_num(TO(a), TO(b))); }                                  \
-  inline S __hmin_nan(S a, S b) { return FROM(simt::min_nan(TO(a), TO(b))); }                              \
-  inline bool __hisnan(S a) { return TO(a) != TO(a); }                                                     \
-  inline int __hisinf(S a) { return std::isinf(TO(a)) ? (TO(a) > 0 ? 1 : -1) : 0; }                        \
-  inline bool __hgt(S a, S b) { return TO(a) > TO(b); }                                                    \
-  inline bool __hge(S a, S b) { return TO(a) >= TO(b); }                                                   \
-  inline bool __hlt(S a, S b) { return TO(a) < TO(b); }                                                    \
-  inline bool __hle(S a, S b) { return TO(a) <= TO(b); }                                                   \
-  inline bool __heq(S a, S b) { return TO(a) == TO(b); }                                                   \
-  inline bool __hne(S a, S b) { return TO(a) != TO(b); }                                                   \
-  inline P __hmax2(P a, P b) { return {__hmax(a.x, b.x), __hmax(a.y, b.y)}; }                              \
-  inline P __hmax2_nan(P a, P b) { return {__hmax_nan(a.x, b.x), __hmax_nan(a.y, b.y)}; }                  \
-  inline P __hmin2(P a, P b) { return {__hmin(a.x, b.x), __hmin(a.y, b.y)}; }                              \
-  inline P __hmin2_nan(P a, P b) { return {__hmin_nan(a.x, b.x), __hmin_nan(a.y, b.y)}; }                  \
-  inline P __hisnan2(P a) { return {FROM(__hisnan(a.x)), FROM(__hisnan(a.y))}; }                           \
-  inline P __hgt2(P a, P b) { return {FROM(__hgt(a.x, b.x)), FROM(__hgt(a.y, b.y))}; }                     \
-  inline P __hge2(P a, P b) { return {FROM(__hge(a.x, b.x)), FROM(__hge(a.y, b.y))}; }                     \
-  inline P __heq2(P a, P b) { return {FROM(__heq(a.x, b.x)), FROM(__heq(a.y, b.y))}; }                     \
-  inline bool __hbgt2(P a, P b) { return __hgt(a.x, b.x) && __hgt(a.y, b.y); }                             \
-  inline bool __hble2(P a, P b) { return __hle(a.x, b.x) && __hle(a.y, b.y); }                             \
-  inline bool __hbeq2(P a, P b) { return __heq(a.x, b.x) && __heq(a.y, b.y); }                             \
-  inline unsigned __hgt2_mask(P a, P b) {                                                                  \
-    return (__hgt(a.x, b.x) ? 0xffffu : 0u) | (__hgt(a.y, b.y) ? 0xffff0000u : 0u);                        \
-  }                                                                                                        \
-  inline unsigned __hge2_mask(P a, P b) {                                                                  \
-    return (__hge(a.x, b.x) ? 0xffffu : 0u) | (__hge(a.y, b.y) ? 0xffff0000u : 0u);                        \
-  }                                                                                                        \
-  inline S __hadd(S a, S b) { return FROM(TO(a) + TO(b)); }                                                \
-  inline S __hsub(S a, S b) { return FROM(TO(a) - TO(b)); }                                                \
-  inline S __hmul(S a, S b) { return FROM(TO(a) * TO(b)); }                                                \
-  inline P __hadd2(P a, P b) { return {__hadd(a.x, b.x), __hadd(a.y, b.y)}; }                              \
-  inline P __hsub2(P a, P b) { return {__hsub(a.x, b.x), __hsub(a.y, b.y)}; }                              \
-  inline P __hmul2(P a, P b) { return {__hmul(a.x, b.x), __hmul(a.y, b.y)}; }                              \
-  inline float __low2float(P a) { return TO(a.x); }                                                        \
+#define SIMT_FLOAT16(S, P, TO, FROM)                                                      \
+  inline S __hmax(S a, S b) { return FROM(simt::max_num(TO(a), TO(b))); }                 \
+  inline S __hmax_nan(S a, S b) { return FROM(simt::max_nan(TO(a), TO(b))); }             \
+  inline S __hmin(S a, S b) { return FROM(simt::min_num(TO(a), TO(b))); }                 \
+  inline S __hmin_nan(S a, S b) { return FROM(simt::min_nan(TO(a), TO(b))); }             \
+  inline bool __hisnan(S a) { return TO(a) != TO(a); }                                    \
+  inline int __hisinf(S a) { return std::isinf(TO(a)) ? (TO(a) > 0 ? 1 : -1) : 0; }       \
+  inline bool __hgt(S a, S b) { return TO(a) > TO(b); }                                   \
+  inline bool __hge(S a, S b) { return TO(a) >= TO(b); }                                  \
+  inline bool __hlt(S a, S b) { return TO(a) < TO(b); }                                   \
+  inline bool __hle(S a, S b) { return TO(a) <= TO(b); }                                  \
+  inline bool __heq(S a, S b) { return TO(a) == TO(b); }                                  \
+  inline bool __hne(S a, S b) { return TO(a) != TO(b); }                                  \
+  inline P __hmax2(P a, P b) { return {__hmax(a.x, b.x), __hmax(a.y, b.y)}; }             \
+  inline P __hmax2_nan(P a, P b) { return {__hmax_nan(a.x, b.x), __hmax_nan(a.y, b.y)}; } \
+  inline P __hmin2(P a, P b) { return {__hmin(a.x, b.x), __hmin(a.y, b.y)}; }             \
+  inline P __hmin2_nan(P a, P b) { return {__hmin_nan(a.x, b.x), __hmin_nan(a.y, b.y)}; } \
+  inline P __hisnan2(P a) { return {FROM(__hisnan(a.x)), FROM(__hisnan(a.y))}; }          \
+  inline P __hgt2(P a, P b) { return {FROM(__hgt(a.x, b.x)), FROM(__hgt(a.y, b.y))}; }    \
+  inline P __hge2(P a, P b) { return {FROM(__hge(a.x, b.x)), FROM(__hge(a.y, b.y))}; }    \
+  inline P __heq2(P a, P b) { return {FROM(__heq(a.x, b.x)), FROM(__heq(a.y, b.y))}; }    \
+  inline bool __hbgt2(P a, P b) { return __hgt(a.x, b.x) && __hgt(a.y, b.y); }            \
+  inline bool __hble2(P a, P b) { return __hle(a.x, b.x) && __hle(a.y, b.y); }            \
+  inline bool __hbeq2(P a, P b) { return __heq(a.x, b.x) && __heq(a.y, b.y); }            \
+  inline unsigned __hgt2_mask(P a, P b) {                                                 \
+    return (__hgt(a.x, b.x) ? 0xffffu : 0u) | (__hgt(a.y, b.y) ? 0xffff0000u : 0u);       \
+  }                                                                                       \
+  inline unsigned __hge2_mask(P a, P b) {                                                 \
+    return (__hge(a.x, b.x) ? 0xffffu : 0u) | (__hge(a.y, b.y) ? 0xffff0000u : 0u);       \
+  }                                                                                       \
+  inline S __hadd(S a, S b) { return FROM(TO(a) + TO(b)); }                               \
+  inline S __hsub(S a, S b) { return FROM(TO(a) - TO(b)); }                               \
+  inline S __hmul(S a, S b) { return FROM(TO(a) * TO(b)); }                               \
+  inline P __hadd2(P a, P b) { return {__hadd(a.x, b.x), __hadd(a.y, b.y)}; }             \
+  inline P __hsub2(P a, P b) { return {__hsub(a.x, b.x), __hsub(a.y, b.y)}; }             \
+  inline P __hmul2(P a, P b) { return {__hmul(a.x, b.x), __hmul(a.y, b.y)}; }             \
+  inline float __low2float(P a) { return TO(a.x); }                                       \
   inline float __high2float(P a) { return TO(a.y); }
 SIMT_FLOAT16(__nv_bfloat16, __nv_bfloat162, __bfloat162float, __float2bfloat16)
 SIMT_FLOAT16(__half, __half2, __half2float, __float2half)

@@ -43,7 +43,8 @@ std::string nearest_buffer(uintptr_t p) {
     const uintptr_t distance = p < b.begin ? b.begin - p : p >= b.end ? p - b.end : 0;
     if (distance >= best) continue;
     best = distance;
-    text = std::to_string(distance) + " bytes " + (p < b.begin ? "before" : "past the end of") + " buffer `" + b.name + "`";
+    text = std::to_string(distance) + " bytes " + (p < b.begin ? "before" : "past the end of") + " buffer `" + b.name +
+           "`";
   }
   return text;
 }
@@ -75,7 +76,8 @@ const void* check_global(const void* p, size_t bytes, size_t align, Access acces
   const Unwatched quiet;
   Thread& t = self(verb(access));
   const auto begin = reinterpret_cast<uintptr_t>(p), end = begin + bytes;
-  if (begin % align) fail(at, "misaligned %zu-byte %s at address ending in 0x%02x", bytes, verb(access), unsigned(begin & 0xff));
+  if (begin % align)
+    fail(at, "misaligned %zu-byte %s at address ending in 0x%02x", bytes, verb(access), unsigned(begin & 0xff));
   if (in_shared(t, p)) {
     if (access == Access::kAtomic) return p;
     fail(at, "global %s of an address in shared memory", verb(access));
@@ -125,8 +127,8 @@ void* shared_array(const void* key, const char* name, size_t bytes, size_t align
     fixed += a.key ? a.bytes : 0;
   }
   if (fixed > kDefaultSharedLimit || total > kSharedLimit || offset + bytes + kRedZone > kArenaBytes)
-    fail(Site::current(), "shared memory: %zu bytes static, %zu in all with array `%s`; the limits are %zu and %zu", fixed,
-         total, name, kDefaultSharedLimit, kSharedLimit);
+    fail(Site::current(), "shared memory: %zu bytes static, %zu in all with array `%s`; the limits are %zu and %zu",
+         fixed, total, name, kDefaultSharedLimit, kSharedLimit);
   b.arrays.push_back({key, name, offset, bytes});
   b.used = offset + (bytes + 15) / 16 * 16 + kRedZone;
   unpoison(b.arena + offset, bytes);
@@ -149,10 +151,14 @@ void check_red_zones(Block& b) {
     const size_t end = i < arrays.size() ? arrays[i].offset : std::min(kArenaBytes, b.used);
     for (size_t o = begin; o < end; o++) {
       if (b.arena[o] == junk) continue;
-      std::string text = "kernel " + b.launch->name + " block (" + std::to_string(b.index.x) + "," + std::to_string(b.index.y) +
-                         "," + std::to_string(b.index.z) + "): shared memory overrun: wrote ";
-      if (before) text += std::to_string(o - before->offset - before->bytes) + " bytes past the end of array `" + before->name + "`";
-      else text += "before the first array";
+      std::string text = "kernel " + b.launch->name + " block (" + std::to_string(b.index.x) + "," +
+                         std::to_string(b.index.y) + "," + std::to_string(b.index.z) +
+                         "): shared memory overrun: wrote ";
+      if (before)
+        text +=
+            std::to_string(o - before->offset - before->bytes) + " bytes past the end of array `" + before->name + "`";
+      else
+        text += "before the first array";
       set_error(b.launch, text);
       return;
     }
@@ -177,15 +183,19 @@ void copy_async(CopyFn copy, void* shared, const void* global, size_t bytes, siz
   Thread& t = self("__pipeline_memcpy_async");
   if (bytes != 4 && bytes != 8 && bytes != 16) fail(at, "__pipeline_memcpy_async: size %zu is not 4, 8 or 16", bytes);
   if (zero_fill > bytes || zero_fill % 4)
-    fail(at, "__pipeline_memcpy_async: zero fill of %zu in a copy of %zu bytes (the shim takes whole words)", zero_fill, bytes);
+    fail(at, "__pipeline_memcpy_async: zero fill of %zu in a copy of %zu bytes (the shim takes whole words)", zero_fill,
+         bytes);
   if (!in_shared(t, shared)) fail(at, "__pipeline_memcpy_async: the destination is not shared memory");
   if (reinterpret_cast<uintptr_t>(shared) % bytes)
-    fail(at, "misaligned %zu-byte async copy: destination ends in 0x%02x", bytes, unsigned(reinterpret_cast<uintptr_t>(shared) & 0xff));
+    fail(at, "misaligned %zu-byte async copy: destination ends in 0x%02x", bytes,
+         unsigned(reinterpret_cast<uintptr_t>(shared) & 0xff));
   if (reinterpret_cast<uintptr_t>(global) % bytes)
-    fail(at, "misaligned %zu-byte async copy: source ends in 0x%02x", bytes, unsigned(reinterpret_cast<uintptr_t>(global) & 0xff));
+    fail(at, "misaligned %zu-byte async copy: source ends in 0x%02x", bytes,
+         unsigned(reinterpret_cast<uintptr_t>(global) & 0xff));
   if (bytes > zero_fill) global = check_global(global, bytes - zero_fill, 1, Access::kCopy, at);
-  const AsyncCopy job{copy,       static_cast<uint32_t*>(shared), static_cast<const uint32_t*>(global),
-                      bytes / 4, zero_fill / 4,                  t.copy_group};
+  const AsyncCopy job{
+      copy,        static_cast<uint32_t*>(shared), static_cast<const uint32_t*>(global), bytes / 4, zero_fill / 4,
+      t.copy_group};
   // Early copies show a destination that is still being read, late ones a wait that is too weak.
   if (options().seed && ((*t.block->rng)() & 3) == 0) {
     copy(job.to, job.from, job.words, job.zeros);

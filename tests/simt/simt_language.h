@@ -23,14 +23,10 @@ struct uint3 {
 };
 
 // Sizes and alignments are those of CUDA's vector_types.h: a 16-byte vector is 16-byte aligned.
-#define SIMT_VECTORS(T, Name)                                                       \
-  struct alignas(2 * sizeof(T)) Name##2 {                                           \
-    T x, y;                                                                         \
-  };                                                                                \
-  struct alignas(sizeof(T) >= 4 ? 16 : 4 * sizeof(T)) Name##4 {                     \
-    T x, y, z, w;                                                                   \
-  };                                                                                \
-  inline Name##2 make_##Name##2(T x, T y) { return {x, y}; }                        \
+#define SIMT_VECTORS(T, Name)                                                    \
+  struct alignas(2 * sizeof(T)) Name##2 { T x, y; };                             \
+  struct alignas(sizeof(T) >= 4 ? 16 : 4 * sizeof(T)) Name##4 { T x, y, z, w; }; \
+  inline Name##2 make_##Name##2(T x, T y) { return {x, y}; }                     \
   inline Name##4 make_##Name##4(T x, T y, T z, T w) { return {x, y, z, w}; }
 SIMT_VECTORS(float, float)
 SIMT_VECTORS(double, double)
@@ -47,5 +43,13 @@ SIMT_VECTORS(unsigned long long, ulonglong)
 // The few runtime names that a launcher uses.
 using cudaStream_t = void*;
 using cudaError_t = int;
-enum : int { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorInvalidConfiguration = 9, cudaErrorLaunchFailure = 719 };
-enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8, cudaFuncAttributePreferredSharedMemoryCarveout };
+enum : int {
+  cudaSuccess = 0,
+  cudaErrorInvalidValue = 1,
+  cudaErrorInvalidConfiguration = 9,
+  cudaErrorLaunchFailure = 719
+};
+enum cudaFuncAttribute {
+  cudaFuncAttributeMaxDynamicSharedMemorySize = 8,
+  cudaFuncAttributePreferredSharedMemoryCarveout
+};

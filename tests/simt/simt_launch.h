@@ -25,13 +25,14 @@ int launch(const LaunchShape& shape, Body body, Args... args) {
 }  // namespace simt
 
 // The words that a kernel file writes instead of __shared__ and <<<>>> (csrc/separability/simt.h has nvcc's halves).
-#define SHMEM(T, name, dims)                                                                       \
-  static const char simt_key_##name = 0;                                                           \
+#define SHMEM(T, name, dims)             \
+  static const char simt_key_##name = 0; \
   auto& name = *reinterpret_cast<T(*) dims>(simt::shared_array(&simt_key_##name, #name, sizeof(T dims), alignof(T)))
 #define SHMEM_DYN(T, name) T* name = reinterpret_cast<T*>(simt::dynamic_shared())
-#define SIMT_LAUNCH(kernel, grid, block, smem, cooperative, ...)                                                     \
-  simt::launch({#kernel, reinterpret_cast<const void*>(kernel), dim3(grid), dim3(block), size_t(smem), cooperative}, \
-               [](auto... simt_args) { (kernel)(simt_args...); }, __VA_ARGS__)
+#define SIMT_LAUNCH(kernel, grid, block, smem, cooperative, ...)                                            \
+  simt::launch(                                                                                             \
+      {#kernel, reinterpret_cast<const void*>(kernel), dim3(grid), dim3(block), size_t(smem), cooperative}, \
+      [](auto... simt_args) { (kernel)(simt_args...); }, __VA_ARGS__)
 #define LAUNCH(kernel, grid, block, smem, stream, ...) \
   ((void)(stream), (void)SIMT_LAUNCH(kernel, grid, block, smem, false, __VA_ARGS__))
 #define LAUNCH_COOP(kernel, grid, block, smem, stream, ...) \

@@ -42,10 +42,10 @@ inline unsigned __funnelshift_r(unsigned lo, unsigned hi, unsigned n) {
 inline unsigned __umulhi(unsigned a, unsigned b) { return unsigned(uint64_t(a) * b >> 32); }
 
 // Two 16-bit lanes in a register.
-#define SIMT_PACKED16(Name, T, expression)                                                   \
-  inline unsigned Name(unsigned x, unsigned y) {                                             \
-    auto lane = [](T a, T b) { return uint16_t(expression); };                               \
-    return unsigned(lane(T(x >> 16), T(y >> 16))) << 16 | lane(T(x), T(y));                  \
+#define SIMT_PACKED16(Name, T, expression)                                  \
+  inline unsigned Name(unsigned x, unsigned y) {                            \
+    auto lane = [](T a, T b) { return uint16_t(expression); };              \
+    return unsigned(lane(T(x >> 16), T(y >> 16))) << 16 | lane(T(x), T(y)); \
   }
 SIMT_PACKED16(__vmaxs2, int16_t, a > b ? a : b)
 SIMT_PACKED16(__vmaxu2, uint16_t, a > b ? a : b)

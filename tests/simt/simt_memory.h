@@ -54,9 +54,11 @@ void copy_wait(int pending, const Site& at);
 }  // namespace simt
 
 // ---- loads and stores with cache hints: the hint changes nothing here ----------------------------------------------
-#define SIMT_LOAD(Name) \
-  template <class T>    \
-  T Name(const T* p, SIMT_AT) { return simt::load(p, at); }
+#define SIMT_LOAD(Name)         \
+  template <class T>            \
+  T Name(const T* p, SIMT_AT) { \
+    return simt::load(p, at);   \
+  }
 SIMT_LOAD(__ldg)
 SIMT_LOAD(__ldca)
 SIMT_LOAD(__ldcg)
@@ -64,9 +66,11 @@ SIMT_LOAD(__ldcs)
 SIMT_LOAD(__ldlu)
 SIMT_LOAD(__ldcv)
 #undef SIMT_LOAD
-#define SIMT_STORE(Name) \
-  template <class T>     \
-  void Name(T* p, std::type_identity_t<T> v, SIMT_AT) { simt::store(p, v, at); }
+#define SIMT_STORE(Name)                                \
+  template <class T>                                    \
+  void Name(T* p, std::type_identity_t<T> v, SIMT_AT) { \
+    simt::store(p, v, at);                              \
+  }
 SIMT_STORE(__stwb)
 SIMT_STORE(__stcg)
 SIMT_STORE(__stcs)
@@ -74,17 +78,17 @@ SIMT_STORE(__stwt)
 #undef SIMT_STORE
 
 // ---- atomics: relaxed, as on the device -----------------------------------------------------------------------------
-#define SIMT_ATOMIC(Name, expression)                                                                               \
-  template <class T>                                                                                                \
-  T Name(T* p, std::type_identity_t<T> v, SIMT_AT) {                                                                \
-    return simt::atomic_update(p, [v](T old) { return T(expression); }, __ATOMIC_RELAXED, at);                      \
+#define SIMT_ATOMIC(Name, expression)                                                          \
+  template <class T>                                                                           \
+  T Name(T* p, std::type_identity_t<T> v, SIMT_AT) {                                           \
+    return simt::atomic_update(p, [v](T old) { return T(expression); }, __ATOMIC_RELAXED, at); \
   }
 SIMT_ATOMIC(atomicAdd, old + v)
 SIMT_ATOMIC(atomicSub, old - v)
 SIMT_ATOMIC(atomicExch, v)
 SIMT_ATOMIC(atomicMax, old < v ? v : old)
 SIMT_ATOMIC(atomicMin, v < old ? v : old)
-SIMT_ATOMIC(atomicAnd, old & v)
+SIMT_ATOMIC(atomicAnd, old& v)
 SIMT_ATOMIC(atomicOr, old | v)
 SIMT_ATOMIC(atomicXor, old ^ v)
 SIMT_ATOMIC(atomicInc, old >= v ? 0 : old + 1)

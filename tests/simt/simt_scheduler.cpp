@@ -47,7 +47,8 @@ std::string position(const Thread& t) {
 
 #if defined(SIMT_ASAN) || defined(SIMT_TSAN)
 void say_where() {
-  if (current) std::fprintf(stderr, "simt: in kernel %s %s\n", current->block->launch->name.c_str(), position(*current).c_str());
+  if (current)
+    std::fprintf(stderr, "simt: in kernel %s %s\n", current->block->launch->name.c_str(), position(*current).c_str());
 }
 const bool death_hook = (__sanitizer_set_death_callback(say_where), true);
 #endif
@@ -155,7 +156,8 @@ void report_deadlock(Launch& launch, const std::vector<Thread*>& threads) {
   std::map<std::string, std::pair<unsigned, const Thread*>> waiting;
   unsigned exited = 0;
   for (const Thread* t : threads) {
-    if (t->state == State::kDone) exited++;
+    if (t->state == State::kDone)
+      exited++;
     else {
       auto& w = waiting[std::string(t->op) + " " + describe(t->site)];
       w.first++;
@@ -183,7 +185,8 @@ void run_wave(Launch& launch, const std::vector<unsigned>& block_ids, std::mt199
   const bool random = options().seed != 0;
   size_t done = 0;
   for (long round = 0; done < threads.size() && !launch.failed; round++) {
-    if (round > kMaxRounds) set_error(&launch, "kernel " + launch.name + ": livelock: threads only yield to each other");
+    if (round > kMaxRounds)
+      set_error(&launch, "kernel " + launch.name + ": livelock: threads only yield to each other");
     if (random) shuffle_order(order, rng);
     bool progress = false;
     size_t at_grid = 0;

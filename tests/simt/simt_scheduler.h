@@ -105,8 +105,8 @@ struct Block {
 
 extern thread_local constinit Thread* current;
 
-Thread& self(const char* what);     // the running thread; aborts outside of a kernel
-void wait_here(State state);        // gives control to the scheduler until somebody makes the thread ready
+Thread& self(const char* what);  // the running thread; aborts outside of a kernel
+void wait_here(State state);     // gives control to the scheduler until somebody makes the thread ready
 void run_copies(Thread& t, int groups_below);
 void check_red_zones(Block& b);
 void flush_requests(Block& b);      // block done: requests become counters

@@ -39,7 +39,8 @@ T from_bits(uint64_t bits) {
 
 // Segment logic of the shuffles: `width` splits the warp into independent power-of-two segments.
 inline void check_width(int width, const char* op, const Site& at) {
-  if (width < 1 || width > 32 || (width & (width - 1))) fail(at, "%s: width %d is not a power of two up to 32", op, width);
+  if (width < 1 || width > 32 || (width & (width - 1)))
+    fail(at, "%s: width %d is not a power of two up to 32", op, width);
 }
 
 template <class T, class F>
@@ -76,7 +77,8 @@ template <class T>
 T __shfl_sync(unsigned mask, T v, int source, int width = 32, SIMT_AT) {
   simt::check_width(width, "__shfl_sync", at);
   const int segment = simt::lane() & ~(width - 1);
-  return simt::from_bits<T>(simt::warp_read(mask, simt::to_bits(v), segment + (source & (width - 1)), "__shfl_sync", at));
+  return simt::from_bits<T>(
+      simt::warp_read(mask, simt::to_bits(v), segment + (source & (width - 1)), "__shfl_sync", at));
 }
 template <class T>
 T __shfl_up_sync(unsigned mask, T v, unsigned delta, int width = 32, SIMT_AT) {
@@ -133,16 +135,16 @@ unsigned __match_all_sync(unsigned mask, T v, int* same, SIMT_AT) {
 }
 
 // The hardware reduces 32-bit integers only; anything else would not compile under nvcc.
-#define SIMT_REDUCE(Name, expression)                                                                      \
-  template <class T>                                                                                       \
-  T Name(unsigned mask, T v, SIMT_AT) {                                                                    \
-    static_assert(std::is_integral_v<T> && sizeof(T) == 4, #Name " takes int or unsigned");                \
-    return simt::warp_reduce(mask, v, [](T a, T b) { return T(expression); }, #Name, at);                  \
+#define SIMT_REDUCE(Name, expression)                                                       \
+  template <class T>                                                                        \
+  T Name(unsigned mask, T v, SIMT_AT) {                                                     \
+    static_assert(std::is_integral_v<T> && sizeof(T) == 4, #Name " takes int or unsigned"); \
+    return simt::warp_reduce(mask, v, [](T a, T b) { return T(expression); }, #Name, at);   \
   }
 SIMT_REDUCE(__reduce_add_sync, unsigned(a) + unsigned(b))
 SIMT_REDUCE(__reduce_max_sync, a > b ? a : b)
 SIMT_REDUCE(__reduce_min_sync, a < b ? a : b)
-SIMT_REDUCE(__reduce_and_sync, a & b)
+SIMT_REDUCE(__reduce_and_sync, a& b)
 SIMT_REDUCE(__reduce_or_sync, a | b)
 SIMT_REDUCE(__reduce_xor_sync, a ^ b)
 #undef SIMT_REDUCE
