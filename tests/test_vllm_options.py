@@ -164,6 +164,26 @@ def test_pages_come_and_go() -> None:
     assert pages.acquire(other)[0] is not page  # no list of scores where bottom is not asked for
 
 
+def test_sweeping_k_does_not_fill_the_memory() -> None:
+    pages = SlotPages(2, 16, GateConfig(backend="reference"), "cpu")
+    for k in range(2, 40):
+        options = parse_options({"k": k})
+        assert options is not None
+        pages.release(*pages.acquire(options))
+    assert (pages.used, pages.pages) == (0, 4)
+
+
+def test_long_answers_overflow_bottom_only() -> None:
+    pages = SlotPages(1, 64, GateConfig(backend="reference", max_tokens=3), "cpu")
+    options = parse_options({"k": 8, "pools": ["bottom", "min"]})
+    assert options is not None
+    page, slot = pages.acquire(options)
+    page.pool.update(torch.randn(4, 32), torch.tensor([slot] * 4))
+    (values,), (tokens,), (overflowed,) = page.read([slot], options.pools)
+    assert (values[0], tokens, overflowed) == (-math.inf, 4, True)
+    assert math.isfinite(values[1])
+
+
 def test_repool_is_the_answer_pool() -> None:
     pages = SlotPages(2, 16, GateConfig(backend="reference"), "cpu")
     options = parse_options({"k": 8})

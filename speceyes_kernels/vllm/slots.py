@@ -13,6 +13,8 @@ from ..separability import Backend
 from ..separability_pool import SeparabilityPool
 from .options import GateOptions
 
+_IDLE_PAGES = 4  # kept for the next request of their kind; callers who sweep k must not fill the memory
+
 
 @dataclass(frozen=True)
 class GateConfig:
@@ -22,6 +24,8 @@ class GateConfig:
     ----------
     ring : int
         Finished results that wait to be fetched.
+    max_tokens : int
+        Scores kept a request for ``bottom``; in a longer answer it is -inf and the result says ``overflowed``.
     valid_vocab : int, optional
         Columns of the logits that are tokens; None: all.
     backend : str
@@ -29,6 +33,7 @@ class GateConfig:
     """
 
     ring: int = 4096
+    max_tokens: int = 4096
     valid_vocab: int | None = None
     backend: Backend = "auto"
 
@@ -65,11 +70,12 @@ class SlotPages:
     """Gives every opted-in request a slot in a pool of its ``k``; requests without ``bottom`` need no list of scores.
 
     A page has ``num_slots`` slots, as many as requests run at once. Preempted requests keep theirs, so a second page
-    may be needed; a page without users is dropped unless it is its kind's last.
+    may be needed; a page without users is dropped, unless it is its kind's last and few are idle.
     """
 
     def __init__(self, num_slots: int, max_tokens: int, config: GateConfig, device: torch.device | str) -> None:
-        self.num_slots, self.max_tokens, self.config, self.device = num_slots, max_tokens, config, device
+        self.num_slots, self.config, self.device = num_slots, config, device
+        self.max_tokens = min(max_tokens, config.max_tokens)
         self._pages: dict[tuple[int, bool], list[SlotPage]] = {}
 
     def _pool(self, options: GateOptions, num_slots: int) -> SeparabilityPool:
@@ -93,10 +99,14 @@ class SlotPages:
     def release(self, page: SlotPage, slot: int) -> None:
         """Gives a slot back."""
         page.free.append(slot)
-        if page.used == 0:
-            for pages in self._pages.values():
-                if page in pages and len(pages) > 1:
-                    pages.remove(page)
+        if page.used:
+            return
+        idle = sum(1 for pages in self._pages.values() for p in pages if p.used == 0)
+        for kind, pages in list(self._pages.items()):
+            if page in pages and (len(pages) > 1 or idle > _IDLE_PAGES):
+                pages.remove(page)
+                if not pages:
+                    del self._pages[kind]
 
     def clear(self) -> None:
         """Forgets every page."""
