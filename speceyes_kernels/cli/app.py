@@ -44,6 +44,11 @@ _subcommand(
     "Score and gate answers inside a running vLLM, on real weights.",
     "vLLM, gguf, matplotlib and the weights; in a checkout `make install` brings all of it",
 )
+_subcommand(
+    "replay",
+    "Replay recorded agent rollouts against drafters: ours, Arctic Inference's suffix cache, ngram.",
+    "tokenizers, rich and matplotlib; in a checkout `make install` brings all of it",
+)
 
 
 @app.callback()

@@ -84,7 +84,9 @@ class Ours(Drafter):
 
     def start(self, request: Hashable, prompt: np.ndarray, agent: str, query: str) -> None:
         self.cache.start(request, prompt, agent_id=agent, query_id=query)
-        self.cache.propose([request], max_draft_tokens=0)  # judges the first token, which is learned from but not drafted
+        self.cache.propose(
+            [request], max_draft_tokens=0
+        )  # judges the first token, which is learned from but not drafted
 
     def propose(self, requests: Sequence[Hashable]) -> tuple[list[list[int]], list[list[float]] | None]:
         drafts = self.cache.propose(requests, max_draft_tokens=self.cap, min_survival=self.theta)
