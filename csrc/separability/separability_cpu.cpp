@@ -105,22 +105,28 @@ Scratch& scratch() {
 
 // ---- one row -----------------------------------------------------------------------------------------------------
 
-// log of the sum of exp over all chunks, in their order.
-double combine(const ChunkSum* sums, int64_t n, bool& has_nan) {
-  double top = -HUGE_VAL;
-  has_nan = false;
+// log of the sum of exp = top + rest. Apart, because log p = (top1 - top) - rest: the sum of the two is rounded, to a
+// float's 3e-5 at logits near 1,000.
+struct LogSum {
+  double top = NAN, rest = 0;
+  bool has_nan = false;
+  double value() const { return top + rest; }
+};
+LogSum combine(const ChunkSum* sums, int64_t n) {
+  LogSum s{-HUGE_VAL, 0, false};
   for (int64_t i = 0; i < n; i++) {
-    has_nan |= std::isnan(sums[i].sum);
-    top = std::max(top, sums[i].ref);
+    s.has_nan |= std::isnan(sums[i].sum);
+    s.top = std::max(s.top, sums[i].ref);
   }
-  if (has_nan) return NAN;
-  if (std::isinf(top)) return top;
+  if (s.has_nan) return {NAN, 0, true};
+  if (std::isinf(s.top)) return s;
   double total = 0;
   for (int64_t i = 0; i < n; i++) {
-    const double d = sums[i].ref - top;
+    const double d = sums[i].ref - s.top;
     total += d == 0 ? sums[i].sum : sums[i].sum * std::exp(d);
   }
-  return top + std::log(total);
+  s.rest = std::log(total);
+  return s;
 }
 
 struct Moments {
@@ -140,8 +146,9 @@ Moments moments(const float* values, int begin, int end, double second) {
 
 // Everything of row r that follows from its sorted top k, the column of its maximum and its log-sum-exp. Which zero of
 // a tie is kept depends on the path, so -0.0 becomes 0.0.
-void write_row(int64_t r, const float* values, int64_t argmax, double lse, bool has_nan, const ScoreParams& p,
+void write_row(int64_t r, const float* values, int64_t argmax, const LogSum& lse, const ScoreParams& p,
                const RowOut& out) {
+  const bool has_nan = lse.has_nan;
   RowShape shape{0, 0, has_nan};
   float top1 = quiet_nan(), mean = quiet_nan(), std = quiet_nan();
   Record record{neg_inf(), neg_inf()};
@@ -164,14 +171,14 @@ void write_row(int64_t r, const float* values, int64_t argmax, double lse, bool 
         sd = scored.std;
       }
     }
-    // log p from the unrounded log-sum-exp: at logits near 1,000 a float32 has 6e-5 to give.
-    record = finish(shape, gap, dm, sd, 0.f, std::isfinite(top1) ? float(lse - top1) : 0.f, p);
+    const float log_ratio = std::isfinite(top1) ? float((lse.top - top1) + lse.rest) : 0.f;
+    record = finish(shape, gap, dm, sd, 0.f, log_ratio, p);
   }
   if (out.top1) out.top1[r] = top1;
   if (out.argmax) out.argmax[r] = has_nan ? -1 : argmax;
   if (out.mean) out.mean[r] = mean;
   if (out.std) out.std[r] = std;
-  if (out.lse) out.lse[r] = float(lse);
+  if (out.lse) out.lse[r] = float(lse.value());
   if (out.count) out.count[r] = count;
   if (out.score) out.score[r] = record.score;
   if (out.records) {
@@ -202,18 +209,17 @@ struct RowsJob {
     return {static_cast<const char*>(x.data) + r * x.row_stride * bytes, x.dtype, x.vocab, x.col_stride};
   }
   void finish_row(int64_t r, const float* maxima, const ChunkSum* sums, Scratch& s) const {
-    bool has_nan;
-    const double lse = combine(sums, chunks, has_nan);
+    const LogSum lse = combine(sums, chunks);
     alignas(64) float values[kMaxK + kSelectSlack];
     int64_t argmax = -1;
-    if (!has_nan) {
+    if (!lse.has_nan) {
       const RowView view = row(r);
       const int64_t floats = select_floats(chunks, p.k);
       kernels.select(view, maxima, chunks, p.k, values, s.at_least(s.a, floats), s.at_least(s.b, floats));
       argmax = out.argmax_offset;  // also of a shard without columns
       if (out.argmax && chunks > 0) argmax += kernels.find_first(view, maxima, chunks, values[0]);
     }
-    write_row(r, values, argmax, lse, has_nan, p, out);
+    write_row(r, values, argmax, lse, p, out);
   }
   void whole_rows(int64_t begin, int64_t end) const {
     Scratch& s = scratch();
@@ -290,7 +296,7 @@ void merge_partials_cpu(const Partials& in, const ScoreParams& p, const RowOut& 
     for (int64_t r = begin; r < end; r++) {
       int64_t n = 0, argmax = -1;
       float top = neg_inf();
-      bool value_nan = false, lse_nan = false;
+      bool value_nan = false;
       for (int64_t shard = 0; shard < in.shards; shard++) {
         const int64_t at = shard * in.rows + r;
         const float* values = in.values + at * p.k;
@@ -301,11 +307,11 @@ void merge_partials_cpu(const Partials& in, const ScoreParams& p, const RowOut& 
         top = std::max(top, values[0]);
         sums[shard] = {std::isnan(in.lse[at]) ? double(NAN) : 1., in.lse[at]};
       }
-      const double lse = combine(sums, in.shards, lse_nan);
-      const bool has_nan = value_nan || lse_nan;
+      LogSum lse = combine(sums, in.shards);
+      if (value_nan) lse = {NAN, 0, true};
       alignas(64) float values[kMaxK + kSelectSlack];
-      if (!has_nan) kernels.top_k(candidates, n, p.k, values, buffer);
-      write_row(r, values, argmax, has_nan ? NAN : lse, has_nan, p, out);
+      if (!lse.has_nan) kernels.top_k(candidates, n, p.k, values, buffer);
+      write_row(r, values, argmax, lse, p, out);
     }
   });
 }

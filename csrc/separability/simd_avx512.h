@@ -29,8 +29,15 @@ struct Avx512 {
   SPECEYES_INLINE F sub(F a, F b) { return _mm512_sub_ps(a, b); }
   SPECEYES_INLINE F mul(F a, F b) { return _mm512_mul_ps(a, b); }
   SPECEYES_INLINE F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
-  // d - n ln 2. One constant is enough where the product is not rounded: float(ln 2) is off by 2e-9.
-  SPECEYES_INLINE F less_ln2_times(F n, F d) { return _mm512_fnmadd_ps(n, set1(0.693147182f), d); }
+  // (x - reference) / ln 2 in one rounding. The reference of the sum is then `reference(ref)`: the offset as rounded,
+  // and float(1 / ln 2)'s own error (1.3e-8) at ref; what is left of that error is 1.3e-8 (x - ref).
+  static constexpr float kLog2e = 1.44269504f;
+  SPECEYES_INLINE float offset_of(float ref) { return -(ref * kLog2e); }
+  SPECEYES_INLINE F log2_units(F x, F offset) { return _mm512_fmadd_ps(x, set1(kLog2e), offset); }
+  SPECEYES_INLINE double reference(float ref) {
+    constexpr double kLn2 = 0.69314718055994530942;
+    return -double(offset_of(ref)) * kLn2 - ref * (kLog2e * kLn2 - 1);
+  }
   // b when either is NaN.
   SPECEYES_INLINE F max(F a, F b) { return _mm512_max_ps(a, b); }
   SPECEYES_INLINE F min(F a, F b) { return _mm512_min_ps(a, b); }

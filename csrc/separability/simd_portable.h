@@ -36,8 +36,10 @@ struct Portable {
   SPECEYES_INLINE F sub(F a, F b) { return a - b; }
   SPECEYES_INLINE F mul(F a, F b) { return a * b; }
   SPECEYES_INLINE F fma(F a, F b, F c) { return a * b + c; }
-  // d - n ln 2 in two steps (Cody and Waite): the first constant has 9 bits, so its product is exact.
-  SPECEYES_INLINE F less_ln2_times(F n, F d) { return (d - n * 0.693359375f) + n * 2.12194440e-4f; }
+  // (x - reference) / ln 2: the difference first, because the product alone would be rounded.
+  SPECEYES_INLINE float offset_of(float ref) { return ref; }
+  SPECEYES_INLINE F log2_units(F x, F offset) { return (x - offset) * 1.44269504f; }
+  SPECEYES_INLINE double reference(float ref) { return ref; }
   // b when either is NaN.
   SPECEYES_INLINE F max(F a, F b) { return a > b ? a : b; }
   SPECEYES_INLINE F min(F a, F b) { return a < b ? a : b; }

@@ -19,40 +19,41 @@ struct RowKernel {
   static constexpr int kGroup = kGroupBlocks * kBlock;
   // Blocks in one float sum, 16 terms a lane or fewer: the rounding errors of equal terms add up.
   static constexpr int kSumBlocks = 32 / kVectors;
-  static constexpr int64_t kPrefetchBytes = 1024;
-  // Sums of exp(x - ref) stay finite for x up to ref + this.
-  static constexpr float kHeadroom = 64.f;
+  static constexpr int64_t kPrefetchBytes = 2048;
+  // How far an element may lie above the reference: x - ref is rounded to 24 bits, and what matters most must lose least.
+  static constexpr float kHeadroom = 8.f;
 
-  SPECEYES_INLINE bool finite(float x) { return __builtin_fabsf(x) < __builtin_huge_valf(); }
+  // A reference of the sum. From 2^100 on, floats are so far apart that exp(x - ref) is 0 or 1.
+  SPECEYES_INLINE bool usable(float ref) { return __builtin_fabsf(ref) < 0x1p100f; }
 
-  // exp(x - ref) = p * scale. |p * scale / exp - 1| < 2e-7; below ref - 87 it stays at exp(-87); NaN stays NaN (scale
-  // may be anything then, so it is multiplied, not added to the exponent of p).
-  SPECEYES_INLINE F exp_minus(F x, F ref, F& scale) {
+  // exp(x - ref) = p * scale to 2e-7, for the reference behind `offset`; below 2^-126 it stays there; NaN stays NaN
+  // (scale may be anything then, so it is multiplied, not added to the exponent of p).
+  SPECEYES_INLINE F exp_from(F x, F offset, F& scale) {
     const F magic = V::set1(12582912.f + 127.f);  // 1.5 * 2^23 + the exponent's bias
-    const F d = V::max(V::set1(-87.f), V::sub(x, ref));
-    const F shifted = V::fma(d, V::set1(1.44269504f), magic);
+    const F t = V::max(V::set1(-126.f), V::log2_units(x, offset));
+    const F shifted = V::add(t, magic);
     scale = V::bits_to_exponent(shifted);
-    const F r = V::less_ln2_times(V::sub(shifted, magic), d);
-    // Minimax for the relative error on |r| <= ln(2) / 2, the first two coefficients held at 1: 1.1e-7.
-    F p = V::fma(V::set1(0x1.106250p-7f), r, V::set1(0x1.572a64p-5f));
-    p = V::fma(p, r, V::set1(0x1.5557b0p-3f));
-    p = V::fma(p, r, V::set1(0x1.fffdfcp-2f));
-    p = V::fma(p, r, V::set1(1.f));
-    return V::fma(p, r, V::set1(1.f));
+    const F f = V::sub(t, V::sub(shifted, magic));
+    // 2^f on |f| <= 1/2: minimax for the relative error, the first coefficient held at 1: 9.4e-8.
+    F p = V::fma(V::set1(0x1.5bd7c2p-10f), f, V::set1(0x1.3ce8d4p-7f));
+    p = V::fma(p, f, V::set1(0x1.c6b6dep-5f));
+    p = V::fma(p, f, V::set1(0x1.ebf9c2p-3f));
+    p = V::fma(p, f, V::set1(0x1.62e42ap-1f));
+    return V::fma(p, f, V::set1(1.f));
   }
 
   // Vectors I and up of a block: their maximum into m, their exp onto two sums.
   template <int I, class T>
-  SPECEYES_INLINE void max_and_sum(const T* p, F ref, F& m, F& sum0, F& sum1) {
+  SPECEYES_INLINE void max_and_sum(const T* p, F offset, F& m, F& sum0, F& sum1) {
     F v0, v1, s0, s1;
     V::template load_pair<I>(p, v0, v1);
     const F both = V::max(v0, v1);
     m = I == 0 ? both : V::max(m, both);
-    const F p0 = exp_minus(v0, ref, s0);
-    const F p1 = exp_minus(v1, ref, s1);
+    const F p0 = exp_from(v0, offset, s0);
+    const F p1 = exp_from(v1, offset, s1);
     sum0 = V::fma(p0, s0, sum0);
     sum1 = V::fma(p1, s1, sum1);
-    if constexpr (I + 2 < kVectors) max_and_sum<I + 2>(p, ref, m, sum0, sum1);
+    if constexpr (I + 2 < kVectors) max_and_sum<I + 2>(p, offset, m, sum0, sum1);
   }
 
   template <int I, int N, class T>
@@ -76,10 +77,10 @@ struct RowKernel {
       __builtin_prefetch(reinterpret_cast<const char*>(p) + kPrefetchBytes + line, 0, 3);
   }
 
-  // Maxima and sum of `groups` groups. Right when no element exceeds ref by more than kHeadroom and ref is finite.
+  // Maxima and sum of `groups` groups. Right when ref is `usable` and no element exceeds it by more than kHeadroom.
   template <class T>
-  static __attribute__((noinline)) double sum_pass(const T* p, int groups, float ref, float* maxima) {
-    const F r = V::set1(ref);
+  static __attribute__((noinline)) ChunkSum sum_pass(const T* p, int groups, float ref, float* maxima) {
+    const F offset = V::set1(V::offset_of(ref));
     F total = V::set1(0.f);
     for (int g = 0; g < groups; g++, maxima += kGroupBlocks) {
       F m[kGroupBlocks];
@@ -89,14 +90,14 @@ struct RowKernel {
 #pragma GCC unroll 1
         for (int b = run; b < run + kSumBlocks; b++, p += kBlock) {
           prefetch(p);
-          max_and_sum<0>(p, r, m[b], sum0, sum1);
+          max_and_sum<0>(p, offset, m[b], sum0, sum1);
         }
         sum = V::add(sum, V::add(sum0, sum1));
       }
       V::store_max8(maxima, m);
       total = V::add(total, sum);
     }
-    return V::hsum(total);
+    return {V::hsum(total), V::reference(ref)};
   }
 
   // Maxima only; true when there is a NaN.
@@ -131,17 +132,20 @@ struct RowKernel {
       F m;
       max_and_nan<0, kVectors>(p, m, nan);
       const float ref = V::hmax(m);
-      if (finite(ref)) {
-        const double sum = sum_pass(p, groups, ref, maxima);
-        if (maximum(maxima, kChunkBlocks) - ref <= kHeadroom) return {sum, ref};
+      if (usable(ref)) {
+        const ChunkSum sum = sum_pass(p, groups, ref, maxima);
+        if (maximum(maxima, kChunkBlocks) - ref <= kHeadroom) return sum;
       }
     }
     const bool nan = max_pass(p, groups, maxima);
     const float top = maximum(maxima, kChunkBlocks);
     if (nan) return {__builtin_nan(""), 0.};
     if (top == -__builtin_huge_valf()) return {0., top};
-    if (!with_exp || !finite(top)) return {1., top};
-    return {sum_pass(p, groups, top, maxima), top};
+    if (!with_exp) return {1., top};
+    if (usable(top)) return sum_pass(p, groups, top, maxima);
+    int64_t count = 0;
+    for (int i = 0; i < groups * kGroup; i++) count += widen(p[i]) == top;
+    return {double(count), top};
   }
 
   // Columns [begin, begin + n) as a contiguous run, padded with -inf to whole groups: p itself or a copy in `buffer`.
