@@ -2,12 +2,11 @@
 // interpreter lock around each.
 #include <torch/csrc/stable/library.h>
 
-#include <map>
-#include <memory>
 #include <mutex>
 
 #include "../csrc/drafting/draft_cache.h"
 #include "backends.h"
+#include "structure_handles.h"
 
 namespace speceyes::binding {
 namespace {
@@ -22,15 +21,9 @@ struct Locked {
   explicit Locked(const CacheOptions& o) : cache(o) {}
 };
 
-std::mutex g_registry_lock;
-std::map<int64_t, std::shared_ptr<Locked>> g_registry;
-int64_t g_next = 1;
-
-std::shared_ptr<Locked> cache_of(int64_t handle) {
-  std::lock_guard<std::mutex> guard(g_registry_lock);
-  const auto it = g_registry.find(handle);
-  if (it == g_registry.end()) bad_argument("cache: expected an open draft cache, got handle ", handle);
-  return it->second;
+Handles<Locked>& caches() {
+  static auto* handles = new Handles<Locked>("cache");  // outlives every Python object
+  return *handles;
 }
 
 Place cpu_place(const Tensor& t, const char* name) {
@@ -39,38 +32,34 @@ Place cpu_place(const Tensor& t, const char* name) {
   return p;
 }
 
-int64_t draft_cache_new(int64_t max_tokens, int64_t max_depth, bool strict_isolation, bool counts_only) {
+// token_bytes 0: no structure is followed.
+int64_t draft_cache_new(int64_t max_tokens, int64_t max_depth, bool strict_isolation, bool counts_only,
+                        int64_t token_bytes) {
   CacheOptions o;
   o.max_tokens = max_tokens;
   o.max_depth = int(max_depth);
   o.strict_isolation = strict_isolation;
   o.counts_only = counts_only;
-  auto made = std::make_shared<Locked>(o);
-  std::lock_guard<std::mutex> guard(g_registry_lock);
-  g_registry[g_next] = std::move(made);
-  return g_next++;
+  if (token_bytes != 0) o.token_bytes = tables().get(token_bytes);
+  return caches().add(std::make_shared<Locked>(o));
 }
 
-void draft_cache_free(int64_t handle) {
-  std::shared_ptr<Locked> gone;  // destroyed outside the registry's lock
-  std::lock_guard<std::mutex> guard(g_registry_lock);
-  const auto it = g_registry.find(handle);
-  if (it == g_registry.end()) return;
-  gone = std::move(it->second);
-  g_registry.erase(it);
-}
+void draft_cache_free(int64_t handle) { caches().release(handle); }
 
 void check_known(const DraftCache& c, const int64_t* requests, int64_t n) {
   for (int64_t i = 0; i < n; i++)
     if (!c.knows(requests[i])) bad_argument("requests: expected started requests, got ", requests[i], " at position ", i);
 }
 
-void draft_cache_start(int64_t handle, int64_t request, const Tensor& prompt, int64_t agent, int64_t query) {
+// structure 0: none.
+void draft_cache_start(int64_t handle, int64_t request, const Tensor& prompt, int64_t agent, int64_t query,
+                       int64_t structure) {
   const int32_t* tokens = dense<int32_t>(prompt, "prompt", cpu_place(prompt, "prompt"), {prompt.size(0)});
-  const auto c = cache_of(handle);
+  const auto c = caches().get(handle);
   std::lock_guard<std::mutex> guard(c->lock);
   if (c->cache.knows(request)) bad_argument("request: expected a new request, got ", request, ", which is running");
-  c->cache.start(request, tokens, prompt.size(0), agent, query);
+  auto blocks = structure != 0 ? structures().get(structure) : nullptr;
+  c->cache.start(request, tokens, prompt.size(0), agent, query, std::move(blocks));
 }
 
 void draft_cache_extend(int64_t handle, const Tensor& requests, const Tensor& tokens, const Tensor& offsets) {
@@ -82,29 +71,16 @@ void draft_cache_extend(int64_t handle, const Tensor& requests, const Tensor& to
   for (int64_t i = 0; i < n; i++)
     if (at[i] > at[i + 1] || at[0] != 0 || at[n] != tokens.size(0))
       bad_argument("offsets: expected to rise from 0 to ", tokens.size(0), " (the tokens given)");
-  const auto c = cache_of(handle);
+  const auto c = caches().get(handle);
   std::lock_guard<std::mutex> guard(c->lock);
   check_known(c->cache, ids, n);
   for (int64_t i = 0; i < n; i++) c->cache.extend(ids[i], t + at[i], at[i + 1] - at[i]);
 }
 
-void draft_cache_set_blocks(int64_t handle, const Tensor& requests, const Tensor& blocks) {
-  const Place place = cpu_place(requests, "requests");
-  const int64_t n = requests.size(0);
-  const int64_t* ids = dense<int64_t>(requests, "requests", place, {n});
-  const int32_t* block = dense<int32_t>(blocks, "blocks", place, {n});
-  for (int64_t i = 0; i < n; i++)
-    if (block[i] < 0) bad_argument("blocks: expected 0 or more, got ", block[i], " at position ", i);
-  const auto c = cache_of(handle);
-  std::lock_guard<std::mutex> guard(c->lock);
-  check_known(c->cache, ids, n);
-  for (int64_t i = 0; i < n; i++) c->cache.set_block(ids[i], block[i]);
-}
-
 void draft_cache_stop(int64_t handle, const Tensor& requests) {
   const int64_t n = requests.size(0);
   const int64_t* ids = dense<int64_t>(requests, "requests", cpu_place(requests, "requests"), {n});
-  const auto c = cache_of(handle);
+  const auto c = caches().get(handle);
   std::lock_guard<std::mutex> guard(c->lock);
   check_known(c->cache, ids, n);
   for (int64_t i = 0; i < n; i++)
@@ -113,7 +89,7 @@ void draft_cache_stop(int64_t handle, const Tensor& requests) {
 
 // query < 0 given as has_query == false: the whole agent.
 void draft_cache_forget(int64_t handle, int64_t agent, int64_t query, bool has_query) {
-  const auto c = cache_of(handle);
+  const auto c = caches().get(handle);
   std::lock_guard<std::mutex> guard(c->lock);
   if (has_query)
     c->cache.forget_query(agent, query);
@@ -130,7 +106,7 @@ void draft_cache_propose(int64_t handle, const Tensor& requests, const std::opti
   int32_t* out = dense<int32_t>(tokens, "tokens", place, {n, most});
   int32_t* length = dense<int32_t>(lengths, "lengths", place, {n});
   float* alive = dense<float>(survival, "survival", place, {n, most});
-  const auto c = cache_of(handle);
+  const auto c = caches().get(handle);
   std::lock_guard<std::mutex> guard(c->lock);
   check_known(c->cache, ids, n);
   if (!c->cache.propose(ids, n, int(most), cap, float(min_survival), out, length, alive, torch_parallel))
@@ -142,14 +118,14 @@ void draft_cache_note_sent(int64_t handle, const Tensor& requests, const Tensor&
   const int64_t n = requests.size(0);
   const int64_t* ids = dense<int64_t>(requests, "requests", place, {n});
   const int32_t* length = dense<int32_t>(lengths, "lengths", place, {n});
-  const auto c = cache_of(handle);
+  const auto c = caches().get(handle);
   std::lock_guard<std::mutex> guard(c->lock);
   check_known(c->cache, ids, n);
   c->cache.note_sent(ids, n, length);
 }
 
 std::vector<int64_t> draft_cache_stats(int64_t handle) {
-  const auto c = cache_of(handle);
+  const auto c = caches().get(handle);
   std::lock_guard<std::mutex> guard(c->lock);
   const CacheStats s = c->cache.stats();
   return {s.tokens, s.live_requests, s.ended_responses, s.evicted_tokens, s.bytes,
@@ -160,11 +136,11 @@ std::vector<int64_t> draft_cache_stats(int64_t handle) {
 }  // namespace speceyes::binding
 
 STABLE_TORCH_LIBRARY_FRAGMENT(speceyes, m) {
-  m.def("draft_cache_new(int max_tokens, int max_depth, bool strict_isolation, bool counts_only) -> int");
+  m.def(
+      "draft_cache_new(int max_tokens, int max_depth, bool strict_isolation, bool counts_only, int token_bytes) -> int");
   m.def("draft_cache_free(int cache) -> ()");
-  m.def("draft_cache_start(int cache, int request, Tensor prompt, int agent, int query) -> ()");
+  m.def("draft_cache_start(int cache, int request, Tensor prompt, int agent, int query, int structure) -> ()");
   m.def("draft_cache_extend(int cache, Tensor requests, Tensor tokens, Tensor offsets) -> ()");
-  m.def("draft_cache_set_blocks(int cache, Tensor requests, Tensor blocks) -> ()");
   m.def("draft_cache_stop(int cache, Tensor requests) -> ()");
   m.def("draft_cache_forget(int cache, int agent, int query, bool has_query) -> ()");
   m.def(
@@ -180,7 +156,6 @@ STABLE_TORCH_LIBRARY_IMPL(speceyes, CompositeExplicitAutograd, m) {
   m.impl("draft_cache_free", TORCH_BOX(&draft_cache_free));
   m.impl("draft_cache_start", TORCH_BOX(&draft_cache_start));
   m.impl("draft_cache_extend", TORCH_BOX(&draft_cache_extend));
-  m.impl("draft_cache_set_blocks", TORCH_BOX(&draft_cache_set_blocks));
   m.impl("draft_cache_stop", TORCH_BOX(&draft_cache_stop));
   m.impl("draft_cache_forget", TORCH_BOX(&draft_cache_forget));
   m.impl("draft_cache_propose", TORCH_BOX(&draft_cache_propose));

@@ -6,16 +6,9 @@
 #include <cstring>
 #include <tuple>
 
-#include "handles.h"
+#include "structure_handles.h"
 
 namespace speceyes::binding {
-namespace {
-
-using drafting::BlockState;
-using drafting::Structure;
-using drafting::TokenBytes;
-
-const Place kCpu{aoti_torch_device_type_cpu(), -1};
 
 Handles<const Structure>& structures() {
   static auto* handles = new Handles<const Structure>("structure");  // outlives every Python object
@@ -25,6 +18,12 @@ Handles<const TokenBytes>& tables() {
   static auto* handles = new Handles<const TokenBytes>("token_bytes");
   return *handles;
 }
+
+namespace {
+
+using drafting::BlockState;
+
+const Place kCpu{aoti_torch_device_type_cpu(), -1};
 
 template <class T>
 T* dense_1d(const Tensor& t, const char* name) {

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from . import _backends, _checks
+from .structure import Structure, TokenBytes
 
 _STATS = (
     "tokens", "live_requests", "ended_responses", "evicted_tokens", "bytes", "table_bytes", "nodes", "proposed",
@@ -62,6 +63,8 @@ class DraftCache:
         asks all levels at once and weighs their evidence.
     estimator : {"mixer", "counts"}
         ``"counts"`` takes the longest match's most frequent continuation with its share as probability.
+    token_bytes : TokenBytes or sequence of bytes, optional
+        The bytes of every token; needed where requests bring a structure.
 
     Notes
     -----
@@ -75,6 +78,7 @@ class DraftCache:
         max_depth: int = MAX_DEPTH,
         strict_isolation: bool = False,
         estimator: str = "mixer",
+        token_bytes: TokenBytes | Sequence[bytes] | None = None,
     ) -> None:
         max_tokens = _checks.as_int(max_tokens, "max_tokens", "an int >= 1")
         max_depth = _checks.as_int(max_depth, "max_depth", f"an int in 1..{MAX_DEPTH}")
@@ -86,7 +90,16 @@ class DraftCache:
             raise ValueError(f"estimator: expected 'mixer' or 'counts', got {estimator!r}")
         _backends.ops("cpu")  # loads the extension, or says why not
         self._ops = torch.ops.speceyes
-        self._handle: int = self._ops.draft_cache_new(max_tokens, max_depth, strict_isolation, estimator == "counts")
+        if token_bytes is not None and not isinstance(token_bytes, TokenBytes):
+            token_bytes = TokenBytes(token_bytes)
+        self._token_bytes = token_bytes
+        self._handle: int = self._ops.draft_cache_new(
+            max_tokens,
+            max_depth,
+            strict_isolation,
+            estimator == "counts",
+            0 if token_bytes is None else token_bytes._handle,
+        )
         self._closer = weakref.finalize(self, self._ops.draft_cache_free, self._handle)
         self.max_tokens, self.max_depth, self.strict_isolation = max_tokens, max_depth, strict_isolation
         self._requests: dict[Hashable, int] = {}
@@ -100,8 +113,21 @@ class DraftCache:
         *,
         agent_id: Hashable = None,
         query_id: Hashable = None,
+        structure: Structure | str | None = None,
     ) -> None:
         """A request begins: its prompt is indexed for the rollout; its response will also serve its query and agent.
+
+        Parameters
+        ----------
+        request_id : hashable
+            Not running yet.
+        prompt_ids : sequence of int
+            Token ids [n].
+        agent_id, query_id : hashable, optional
+            Whose response it will be, and to which task; None is a name like any other.
+        structure : Structure or str, optional
+            Delimiters of the response's semantic blocks (see :class:`StructureTracker`); needs the cache's
+            ``token_bytes``. Compile a `Structure` once where many requests share it.
 
         Raises
         ------
@@ -111,11 +137,16 @@ class DraftCache:
         if request_id in self._requests:
             raise ValueError(f"request_id: expected a new request, got {request_id!r}, which is running; stop it first")
         prompt = _tokens(prompt_ids, "prompt_ids")
+        if structure is not None and self._token_bytes is None:
+            raise ValueError("structure: expected None, because this cache was made without token_bytes; pass them")
+        if isinstance(structure, str):
+            structure = Structure(structure)
         number = self._next_request
         self._next_request += 1
         agent = self._scopes.get(("agent", agent_id))
         query = self._scopes.get(("query", agent_id, query_id))
-        self._ops.draft_cache_start(self._handle, number, prompt, agent, query)
+        blocks = 0 if structure is None else structure._handle
+        self._ops.draft_cache_start(self._handle, number, prompt, agent, query, blocks)
         self._requests[request_id] = number
 
     def extend(

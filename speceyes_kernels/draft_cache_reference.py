@@ -3,7 +3,10 @@ counted, evicted and drafted. The learned estimator is not specified here (see `
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+from .structure_reference import Spec, open_groups, parse_structure
 
 #: Levels in the order that breaks ties between equally long matches: this rollout, same query, same agent, all.
 LEVELS = ("rollout", "query", "agent", "all")
@@ -20,12 +23,21 @@ class _Sequence:
     blocks: list[int] = field(default_factory=list)  # block of each response token; -1 for prompt tokens
     live: bool = True
     block: int = 0
+    spec: Spec | None = None
+    said: bytes = b""
 
 
 class ReferenceDraftCache:
     """Same calls as ``DraftCache(estimator="counts")`` on plain lists; request ids are ints."""
 
-    def __init__(self, max_tokens: int, max_depth: int = 64, strict_isolation: bool = False) -> None:
+    def __init__(
+        self,
+        max_tokens: int,
+        max_depth: int = 64,
+        strict_isolation: bool = False,
+        token_bytes: Sequence[bytes] = (),
+    ) -> None:
+        self.token_bytes = token_bytes
         self.max_tokens, self.max_depth, self.strict = max_tokens, max_depth, strict_isolation
         self.live: dict[int, _Sequence] = {}
         self.ended: list[_Sequence] = []  # in the order of their ends
@@ -36,13 +48,14 @@ class ReferenceDraftCache:
     def tokens(self) -> int:
         return sum(len(s.tokens) for s in [*self.live.values(), *self.ended])
 
-    def start(self, request: int, prompt: list[int], agent: int, query: int) -> None:
+    def start(self, request: int, prompt: list[int], agent: int, query: int, structure: str | None = None) -> None:
         round_ = min(max(self.max_tokens // 8, 1), MOST_ROOM)
         kept = prompt[-max(self.max_tokens - round_, 1) :]
         self._make_room(len(kept))
         self.order += 1
         self.age[agent, query] = self.order
         s = self.live[request] = _Sequence(agent, query, self.order)
+        s.spec = None if structure is None else parse_structure(structure)
         for t in kept:
             self._push(s, t, -1)
 
@@ -50,6 +63,10 @@ class ReferenceDraftCache:
         s = self.live[request]
         for t in tokens:
             self._push(s, t, s.block)
+            if s.spec is not None and t >= 0:
+                s.said += self.token_bytes[t]
+                open_ = open_groups(s.spec, s.said)
+                s.block = 1 + open_[-1] if open_ else 0
 
     def stop(self, request: int) -> None:
         s = self.live.pop(request)

@@ -22,16 +22,23 @@ class DraftCacheMachine(RuleBasedStateMachine):
         strict=st.booleans(),
     )
     def build(self, max_tokens, max_depth, strict):
-        options = dict(max_tokens=max_tokens, max_depth=max_depth, strict_isolation=strict)
+        options = dict(
+            max_tokens=max_tokens, max_depth=max_depth, strict_isolation=strict, token_bytes=[b"a", b"<", b">", b"b>"]
+        )
         self.ours = DraftCache(estimator="counts", **options)
         self.plain = ReferenceDraftCache(**options)
         self.next = 0
         self.running: list[int] = []
 
-    @rule(prompt=TOKENS, agent=st.integers(0, 1), query=st.integers(0, 2))
-    def start(self, prompt, agent, query):
-        self.ours.start(self.next, prompt, agent_id=agent, query_id=query)
-        self.plain.start(self.next, prompt, agent, query)
+    @rule(
+        prompt=TOKENS,
+        agent=st.integers(0, 1),
+        query=st.integers(0, 2),
+        structure=st.sampled_from([None, '[[("<", ">")]]', '[[("a", "a")], [("<", "b>")]]']),
+    )
+    def start(self, prompt, agent, query, structure):
+        self.ours.start(self.next, prompt, agent_id=agent, query_id=query, structure=structure)
+        self.plain.start(self.next, prompt, agent, query, structure)
         self.running.append(self.next)
         self.next += 1
 
@@ -164,6 +171,11 @@ def test_learned_survival_is_calibrated():
             "max_draft_tokens: expected one cap a request",
         ),
         (lambda c: c.propose(["a"], min_survival=1.5), ValueError, "min_survival: expected a number in"),
+        (
+            lambda c: c.start("b", [1], structure="[]"),
+            ValueError,
+            "structure: expected None, because this cache was made",
+        ),
         (lambda c: c.stop("x"), ValueError, "expected running requests"),
     ],
 )

@@ -7,6 +7,9 @@ namespace speceyes::drafting {
 
 namespace {
 
+// The estimator tells few kinds of blocks apart: outside, and groups round robin.
+int block_kind(int block) { return block == 0 ? 0 : 1 + (block - 1) % (kBlockKinds - 1); }
+
 constexpr int64_t kMostRoom = 256;  // tokens freed at once when the bound is met token by token
 
 int64_t round_of(int64_t max_tokens) { return std::clamp<int64_t>(max_tokens / 8, 1, kMostRoom); }
@@ -47,12 +50,14 @@ void DraftCache::drop_if_empty(const TreeKey& key) {
 }
 
 // ---- a request's life ---------------------------------------------------------------------------------------------------
-void DraftCache::start(int64_t request, const Token* prompt, int64_t n, int64_t agent, int64_t query) {
+void DraftCache::start(int64_t request, const Token* prompt, int64_t n, int64_t agent, int64_t query,
+                       std::shared_ptr<const Structure> structure) {
   const int64_t kept = std::min(n, std::max<int64_t>(options_.max_tokens - round_of(options_.max_tokens), 1));
   make_room(kept);
   Live& r = live_[request];
   r.agent = agent;
   r.query = query;
+  if (options_.token_bytes != nullptr) r.structure = std::move(structure);
   r.order = ++order_;
   QueryGroup& group = queries_[{agent, query}];
   by_age_.erase(group.order);
@@ -78,6 +83,7 @@ void DraftCache::push(Live& r, Token token, bool response) {
   if (!response) return;
   for (int level = 1; level < kSources; level++)
     if (r.roots[level] != kNone) forest_.insert(r.roots[level], level, pos);
+  follow_structure(r, token);
 }
 
 void DraftCache::extend(int64_t request, const Token* tokens, int64_t n) {
@@ -86,9 +92,11 @@ void DraftCache::extend(int64_t request, const Token* tokens, int64_t n) {
   for (int64_t i = 0; i < n; i++) push(r, tokens[i], true);
 }
 
-void DraftCache::set_block(int64_t request, int block) {
-  Live& r = live_.at(request);
-  if (r.block == block) return;
+void DraftCache::follow_structure(Live& r, Token token) {
+  if (r.structure == nullptr) return;
+  r.structure->feed(r.state, (*options_.token_bytes)[token]);
+  const int block = r.structure->block(r.state);
+  if (block == r.block) return;
   if (options_.strict_isolation) {
     release_tree(tree_key(1, r, r.block));
     r.roots[1] = hold_tree(tree_key(1, r, block));
@@ -274,7 +282,8 @@ void DraftCache::draft(Live& r, int most, float min_survival, Token* tokens, int
   for (int s = 0; s < kSources; s++)
     m[s] = r.roots[s] == kNone || (s == 0 && options_.strict_isolation) ? Match{kNone, 0} : forest_.find(r.roots[s], context);
   float alive = 1;
-  const int block = std::min(r.block, kBlockKinds - 1);
+  int block = block_kind(r.block);
+  BlockState ahead = r.state;
   // Where nothing may be drafted the next position is judged all the same: it is learned from.
   for (int j = 0; j < std::max(most, 1); j++) {
     Position p;
@@ -291,6 +300,10 @@ void DraftCache::draft(Live& r, int most, float min_survival, Token* tokens, int
     survival[j] = alive;
     *length = j + 1;
     if (j + 1 >= most) break;
+    if (r.structure != nullptr) {
+      r.structure->feed(ahead, (*options_.token_bytes)[p.best.token]);
+      block = block_kind(r.structure->block(ahead));
+    }
     shift_in(context, p.best.token, options_.max_depth);
     for (int s = 0; s < kSources; s++) {
       if (m[s].at == kNone) continue;

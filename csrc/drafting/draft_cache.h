@@ -4,11 +4,13 @@
 #include <cstdint>
 #include <deque>
 #include <map>
+#include <memory>
 #include <unordered_map>
 #include <vector>
 
 #include "context_forest.h"
 #include "estimator.h"
+#include "structure.h"
 
 namespace speceyes::drafting {
 
@@ -21,6 +23,7 @@ struct CacheOptions {
   int max_depth = kMaxDepth;
   bool strict_isolation = false;  // one cache per (agent, query, block), as published, instead of all levels
   bool counts_only = false;       // plain count probabilities instead of the estimator
+  std::shared_ptr<const TokenBytes> token_bytes;  // without it no structure is followed
 };
 
 struct CacheStats {
@@ -33,10 +36,11 @@ class DraftCache {
   explicit DraftCache(const CacheOptions& options);
 
   bool knows(int64_t request) const { return live_.count(request) != 0; }
-  // Tokens < 0 are placeholders and are left out everywhere.
-  void start(int64_t request, const Token* prompt, int64_t n, int64_t agent, int64_t query);
+  // Tokens < 0 are placeholders and are left out everywhere. `structure` (may be null) says in which semantic block the
+  // response stands.
+  void start(int64_t request, const Token* prompt, int64_t n, int64_t agent, int64_t query,
+             std::shared_ptr<const Structure> structure);
   void extend(int64_t request, const Token* tokens, int64_t n);
-  void set_block(int64_t request, int block);
   // The response stays in the cache; the rollout's own index goes.
   void stop(int64_t request);
   void forget_query(int64_t agent, int64_t query);  // its ended responses
@@ -64,6 +68,8 @@ class DraftCache {
   struct Live : Response {
     Pos last = kNone;
     int run = 0, block = 0;
+    std::shared_ptr<const Structure> structure;
+    BlockState state;
     int32_t sent = 0;
     uint64_t order = 0, batch = 0;
     std::vector<Position> judged;
@@ -84,6 +90,7 @@ class DraftCache {
   void release_tree(const TreeKey& key);
   void drop_if_empty(const TreeKey& key);
   void push(Live& r, Token token, bool response);
+  void follow_structure(Live& r, Token token);
   void erase(Response& r);  // an ended response, from every level and the text
   void evict(std::map<Scope, QueryGroup>::iterator query);  // its oldest response
   void drop_if_idle(const Scope& scope);
