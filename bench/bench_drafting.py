@@ -1,0 +1,237 @@
+"""Time and memory of drafting on real rollouts, against Arctic Inference's suffix cache, in one run:
+``python bench/bench_drafting.py [--traces FOLDER] [--json FILE]``.
+
+Both caches hold the same ended responses and the same live requests; in every round each live request gets the same next
+tokens and is asked for a draft, the drafters in turn, so that a busy machine disturbs them alike. Figures are medians
+over the rounds. Arctic is called as vLLM's suffix proposer calls it: request by request, depth 64, factor 1, minimum
+probability 0.1, 32 tokens. Without trace files: synthetic rollouts, and the output says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from speceyes_kernels.draft_cache import DraftCache
+from speceyes_kernels.replay import Arctic, Drafter, DrafterError, FolderTokenizer, Ours, Rollout, load_rollouts
+
+TRACES = Path(__file__).resolve().parents[2] / "shared" / "traces"
+NAMES = ("humaneval", "tau-airline", "game24", "intercode-sql")
+STEP, ROUNDS = 3, 16  # tokens a request and round: about what a drafted step yields
+HAS_BUDGET = "token_budget" in inspect.signature(DraftCache.propose).parameters
+
+
+class Budgeted(Ours):
+    """Ours with a bound on the drafts of the batch: the cache's own where it has one, else an equal cap a request."""
+
+    def __init__(self, token_budget: int, live: int, **settings) -> None:
+        super().__init__(theta=0.0, cap=32, **settings)
+        self.asked = {"token_budget": token_budget, "max_draft_tokens": 32}
+        if not HAS_BUDGET:
+            self.asked = {"max_draft_tokens": max(1, token_budget // live)}
+
+    def propose(self, requests):
+        drafts = self.cache.propose(requests, **self.asked)
+        lengths = drafts.lengths.tolist()
+        return [row[:n] for row, n in zip(drafts.tokens.tolist(), lengths, strict=True)], None
+
+
+class Thresholded(Ours):
+    """Ours as :class:`Ours`, without turning survival into lists: a proposer has no use for them."""
+
+    def propose(self, requests):
+        drafts = self.cache.propose(requests, max_draft_tokens=self.cap, min_survival=self.theta)
+        lengths = drafts.lengths.tolist()
+        return [row[:n] for row, n in zip(drafts.tokens.tolist(), lengths, strict=True)], None
+
+
+def real_rollouts(folder: Path, limit: int) -> list[Rollout]:
+    files = [folder / f"{name}.jsonl.gz" for name in NAMES]
+    if not all(f.is_file() for f in files):
+        return []
+    encoder = FolderTokenizer()
+    parts = [load_rollouts(f, encoder, limit) for f in files]
+    return [r for group in zip(*parts, strict=False) for r in group]  # the agents' mix
+
+
+def synthetic_rollouts(count: int) -> list[Rollout]:
+    """Responses pieced together from a stock of phrases, as repetitive as agents' are."""
+    rng = np.random.default_rng(0)
+    stock = [rng.zipf(1.3, rng.integers(4, 40)) % 40_000 for _ in range(400)]
+    made = []
+    for i in range(count):
+        agent = i % 4
+        prompt = np.concatenate([stock[agent], *(stock[k] for k in rng.integers(0, 400, 20))])
+        response = np.concatenate([stock[k] for k in (rng.zipf(1.2, 12) * (agent + 1)) % 400])
+        tokens = np.concatenate([prompt, response]).astype(np.int32)
+        made.append(Rollout(f"a{agent}", f"q{i % 50}", tokens, ((len(prompt), len(tokens)),)))
+    return made
+
+
+def split(rollouts: list[Rollout], live: int) -> tuple[list[tuple], list[tuple]]:
+    """(ended, live) calls: (prompt, response, agent, query). The live ones are the last that are long enough."""
+    calls = [(r.tokens[:s], r.tokens[s:e], r.agent, r.query) for r in rollouts for s, e in r.calls if e > s]
+    need = 8 + STEP * ROUNDS
+    chosen = [i for i, c in enumerate(calls) if len(c[1]) >= need][-live:]
+    if len(chosen) < live:
+        sys.exit(f"bench_drafting: expected {live} calls of at least {need} response tokens, found {len(chosen)}")
+    first = chosen[0]
+    return calls[:first], [calls[i] for i in chosen]
+
+
+def fill(drafter: Drafter, ended: list[tuple], live: list[tuple]) -> dict[str, float | None]:
+    for i, (prompt, response, agent, query) in enumerate(ended):
+        drafter.start(i, prompt, agent, query)
+        drafter.extend([i], [response])
+        drafter.stop(i)
+    sizes, tokens = drafter.sizes(), sum(len(c[1]) for c in ended)
+    for i, (prompt, response, agent, query) in enumerate(live):
+        drafter.start(("live", i), prompt, agent, query)
+        drafter.extend([("live", i)], [response[:8]])
+    return {
+        "response_tokens": tokens,
+        "bytes_per_token": None if sizes.bytes is None else sizes.bytes / tokens,
+        "table_bytes": sizes.table_bytes,
+    }
+
+
+def measure(drafters: dict[str, Drafter], ended: list[tuple], live: list[tuple]) -> dict[str, dict]:
+    ids = [("live", i) for i in range(len(live))]
+    out = {label: fill(d, ended, live) for label, d in drafters.items()}
+    times: dict[str, list[tuple[float, float, int]]] = {label: [] for label in drafters}
+    right = dict.fromkeys(drafters, 0)
+    for round_ in range(ROUNDS):
+        at = 8 + STEP * round_
+        new = [c[1][at : at + STEP] for c in live]
+        for label, drafter in drafters.items():
+            t0 = time.perf_counter()
+            drafts, _ = drafter.propose(ids)
+            t1 = time.perf_counter()
+            drafter.extend(ids, new)
+            t2 = time.perf_counter()
+            times[label].append((t1 - t0, t2 - t1, sum(map(len, drafts))))
+            for (_, response, _, _), draft in zip(live, drafts, strict=True):
+                truth = response[at : at + len(draft)].tolist()
+                right[label] += next((k for k, t in enumerate(truth) if t != draft[k]), len(truth))
+    for label, rows in times.items():
+        propose, update, drafted = np.median(np.asarray(rows), axis=0)
+        out[label] |= {
+            "propose_us_per_request": 1e6 * propose / len(live),
+            "propose_ms": 1e3 * propose,
+            "update_us_per_token": 1e6 * update / (STEP * len(live)),
+            "drafted": drafted,
+            "accepted": right[label] / ROUNDS,
+        }
+    return out
+
+
+def show(title: str, figures: dict[str, dict], rival: str | None) -> None:
+    print(f"\n{title}")
+    print(f"{'':34}{'us/request':>11}{'ms':>8}{'update us/tok':>15}{'drafted':>9}{'accepted':>10}{'bytes/tok':>11}")
+    for label, f in figures.items():
+        size = "-" if f["bytes_per_token"] is None else f"{f['bytes_per_token']:.0f}"
+        print(
+            f"{label:34}{f['propose_us_per_request']:11.2f}{f['propose_ms']:8.2f}{f['update_us_per_token']:15.2f}"
+            f"{f['drafted']:9.0f}{f['accepted']:10.0f}{size:>11}"
+        )
+    if rival is None:
+        return
+    base = figures[rival]
+    for label, f in figures.items():
+        if label != rival:
+            size = f["bytes_per_token"] / base["bytes_per_token"] if f["bytes_per_token"] else float("nan")
+            print(
+                f"  {label}: propose {base['propose_us_per_request'] / f['propose_us_per_request']:.2f}x faster, update "
+                f"{base['update_us_per_token'] / f['update_us_per_token']:.2f}x faster, {size:.2f}x the bytes a token"
+            )
+
+
+def lookup_cost(sizes: list[int]) -> dict[str, float]:
+    """Microseconds a request to draft (counts, 64 requests, 8 tokens) with so many response tokens cached."""
+    out = {}
+    rng = np.random.default_rng(1)
+    stock = [rng.zipf(1.2, 200) % 50_000 for _ in range(2_000)]
+    for size in sizes:
+        cache = DraftCache(max_tokens=2 * size + 1_000_000, estimator="counts")
+        held, i = 0, 0
+        while held < size:
+            text = np.concatenate([stock[k] for k in rng.integers(0, len(stock), 5)]).astype(np.int32)
+            noise = rng.random(len(text)) < 0.05
+            text[noise] = rng.integers(0, 50_000, int(noise.sum()))
+            cache.start(i, text[:16], agent_id="a", query_id=i % 1000)
+            cache.extend([i], [text])
+            cache.stop(i)
+            held, i = held + len(text), i + 1
+        ids = [("live", k) for k in range(64)]
+        for k, request in enumerate(ids):
+            cache.start(request, stock[k][:16].astype(np.int32), agent_id="a", query_id=k)
+        times = []
+        for step in range(30):
+            cache.extend(ids, [stock[k][16 + 3 * step : 19 + 3 * step].astype(np.int32) for k in range(64)])
+            t = time.perf_counter()
+            cache.propose(ids, max_draft_tokens=8)
+            times.append(time.perf_counter() - t)
+        out[str(size)] = 1e6 * float(np.median(times)) / 64
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--traces", type=Path, default=TRACES, help="folder of the recorded rollouts")
+    parser.add_argument("--limit", type=int, default=300, help="rollouts of each trace")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--requests", type=int, nargs="*", default=[64, 256])
+    parser.add_argument("--lookup", type=int, nargs="*", default=[], help="also: lookup cost at these cache sizes")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+
+    rollouts = real_rollouts(args.traces, args.limit)
+    source = f"real rollouts: {', '.join(NAMES)}, {args.limit} each at most"
+    if not rollouts:
+        rollouts, source = synthetic_rollouts(4 * args.limit), "SYNTHETIC rollouts: the trace files are absent"
+    facts = {
+        "rollouts": source,
+        "cpu": platform.processor() or platform.machine(),
+        "threads": args.threads,
+        "load_before": os.getloadavg()[0],
+        "token_budget": "the cache's own" if HAS_BUDGET else "not in DraftCache yet: an equal cap a request instead",
+    }
+    results: dict[str, dict] = {}
+    for live_count in args.requests:
+        ended, live = split(rollouts, live_count)
+        budget = 8 * live_count
+        drafters: dict[str, Drafter] = {
+            f"counts, {budget} tokens": Budgeted(budget, live_count, estimator="counts"),
+            f"mixer, {budget} tokens": Budgeted(budget, live_count),
+            "mixer, theta 0.25, cap 32": Thresholded(theta=0.25),
+            f"strict counts, {budget} tokens": Budgeted(budget, live_count, estimator="counts", strict=True),
+        }
+        rival = "arctic, depth 64"
+        try:
+            drafters[rival] = Arctic(depth=64)
+        except DrafterError as error:
+            print(f"without the rival: {error}")
+            rival = None
+        results[str(live_count)] = measure(drafters, ended, live)
+        held = results[str(live_count)][next(iter(drafters))]["response_tokens"]
+        show(f"{live_count} requests, {len(ended)} ended responses ({held} tokens)", results[str(live_count)], rival)
+    if args.lookup:
+        facts["lookup_us_per_request"] = lookup_cost(args.lookup)
+    facts["load_after"] = os.getloadavg()[0]
+    print("\n" + "\n".join(f"{k}: {v}" for k, v in facts.items()))
+    if args.json:
+        args.json.write_text(json.dumps({"facts": facts, "results": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
