@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ class Table:
     targets: Callable[[dict[str, float]], list[tuple[str, float, float]]] | None = None
 
 
+BUSY = " - BUSY: medians and ratios below are the scheduler's, not the code's; run again on a quiet machine"
 _tables = pytest.StashKey[dict[str, Table]]()
 
 
@@ -50,6 +52,9 @@ def measure(benchmark, request):
 
 def pytest_terminal_summary(terminalreporter, config):
     write = terminalreporter.write_line
+    if _tables in config.stash:
+        load, cores = os.getloadavg()[1], os.cpu_count() or 1
+        write(f"load average over 5 minutes: {load:.1f} on {cores} cores" + BUSY * (load > 1.5 * cores))
     for group, table in config.stash.get(_tables, {}).items():
         first = next(iter(table.results.values()))
         terminalreporter.section(group, sep="-")
