@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 DEFAULT = "ours:theta=.08/.25/.5/.8", "arctic:depth=24/64,prob=.1/.5", "ngram", "none"
-DEFAULT_LOCKSTEP = "ours:theta=0", "arctic:depth=24/64", "ngram", "none"
+DEFAULT_LOCKSTEP = "ours:theta=.02", "arctic:depth=24/64", "ngram", "none"
 
 
 def replay(

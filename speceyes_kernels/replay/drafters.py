@@ -75,7 +75,7 @@ class Ours(Drafter):
     ) -> None:
         from ..draft_cache import DraftCache
 
-        self.cap, self.theta = int(cap), float(theta)
+        self.cap, self.theta, self.learns = int(cap), float(theta), estimator == "mixer"
         self.cache = DraftCache(
             max_tokens=int(max_tokens), max_depth=int(depth), strict_isolation=bool(strict), estimator=estimator
         )
