@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -35,19 +36,23 @@ def replay(
     intensity: Annotated[float, typer.Option(help="Tokens a step up to which its time does not grow.")] = 256.0,
     slope: Annotated[float, typer.Option(help="Modelled cost of a token below that, in empty steps.")] = 0.0,
     limit: Annotated[int | None, typer.Option(help="Only the first so many rollouts of each trace.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads of our drafter; default: torch's.")] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Folder for replay.csv, replay.json and the curves (PNG).")
     ] = None,
 ) -> None:
     """Which drafts would have been accepted on recorded agent rollouts, and what that is worth at each batch size."""
+    import torch
     from rich.console import Console
 
-    from ..replay import DrafterError, FolderTokenizer, TraceError, load_rollouts, parse_drafters, report
+    from ..replay import DrafterError, FolderTokenizer, ReplayResult, TraceError, load_rollouts, parse_drafters, report
     from ..replay import replay as run
 
     console = Console(width=None if sys.stdout.isatty() else 180)
     try:
         sizes = _batches(batch)
+        if threads is not None:
+            torch.set_num_threads(threads)
         specs = drafter or list(
             dict.fromkeys((DEFAULT if 1 in sizes else ()) + (DEFAULT_LOCKSTEP if max(sizes) > 1 else ()))
         )
@@ -64,10 +69,10 @@ def replay(
             makers += some
         encoder = FolderTokenizer(tokenizer)
         loaded = {_name(path): load_rollouts(path, encoder, limit) for path in traces}
-        results = []
+        results: list[ReplayResult] = []
         for name, rollouts in loaded.items():
             for size in sizes:
-                mine = []
+                mine: list[ReplayResult] = []
                 for maker in makers:
                     with console.status(f"{name}, B = {size}, {len(results) + len(mine) + 1}"):
                         mine.append(
@@ -91,6 +96,8 @@ def replay(
                 "model": report.explain(intensity, slope),
                 "tokenizer": encoder.name,
                 "limit": limit,
+                "threads": torch.get_num_threads(),
+                "load": os.getloadavg()[0],
                 "drafters": specs,
             }
             report.write_csv(results, output / "replay.csv")

@@ -213,7 +213,7 @@ class Ngram(Drafter):
 
 
 _KINDS: dict[str, Callable[..., Drafter]] = {"ours": Ours, "arctic": Arctic, "ngram": Ngram, "none": Drafter}
-_SETTINGS = {
+_SETTINGS: dict[str, dict[str, Callable[[str], object]]] = {
     "ours": {
         "estimator": str, "theta": float, "strict": lambda v: bool(int(v)), "cap": int, "depth": int, "max_tokens": int
     },

@@ -110,7 +110,7 @@ def load_rollouts(path: str | Path, tokenizer: Tokenizer, limit: int | None = No
     first user message: equal texts are the same agent or query.
     """
     path = Path(path)
-    rollouts = []
+    rollouts: list[Rollout] = []
     for where, record in _records(path):
         if limit is not None and len(rollouts) >= limit:
             break
