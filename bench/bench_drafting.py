@@ -36,7 +36,9 @@ class Budgeted(Ours):
     def __init__(self, token_budget: int, live: int, **settings) -> None:
         super().__init__(theta=0.0, cap=32, **settings)
         self.asked = {"token_budget": token_budget, "max_draft_tokens": 32}
-        if not HAS_BUDGET:
+        if HAS_BUDGET:
+            self.cache.policy = "survival"  # a replay's drafter leaves the budget to the replay
+        else:
             self.asked = {"max_draft_tokens": max(1, token_budget // live)}
 
     def propose(self, requests):
@@ -54,13 +56,13 @@ class Thresholded(Ours):
         return [row[:n] for row, n in zip(drafts.tokens.tolist(), lengths, strict=True)], None
 
 
-def real_rollouts(folder: Path, limit: int) -> list[Rollout]:
+def real_rollouts(folder: Path, limit: int) -> tuple[list[Rollout], list[bytes] | None]:
     files = [folder / f"{name}.jsonl.gz" for name in NAMES]
     if not all(f.is_file() for f in files):
-        return []
+        return [], None
     encoder = FolderTokenizer()
     parts = [load_rollouts(f, encoder, limit) for f in files]
-    return [r for group in zip(*parts, strict=False) for r in group]  # the agents' mix
+    return [r for group in zip(*parts, strict=False) for r in group], encoder.token_bytes()  # the agents' mix
 
 
 def synthetic_rollouts(count: int) -> list[Rollout]:
@@ -166,7 +168,7 @@ def lookup_cost(sizes: list[int]) -> dict[str, float]:
     rng = np.random.default_rng(1)
     stock = [rng.zipf(1.2, 200) % 50_000 for _ in range(2_000)]
     for size in sizes:
-        cache = DraftCache(max_tokens=2 * size + 1_000_000, estimator="counts")
+        cache = DraftCache(max_tokens=2 * size + 1_000_000, estimator="counts", policy=None)
         held, i = 0, 0
         while held < size:
             text = np.concatenate([stock[k] for k in rng.integers(0, len(stock), 5)]).astype(np.int32)
@@ -200,7 +202,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
 
-    rollouts = real_rollouts(args.traces, args.limit)
+    rollouts, token_bytes = real_rollouts(args.traces, args.limit)
     source = f"real rollouts: {', '.join(NAMES)}, {args.limit} each at most"
     if not rollouts:
         rollouts, source = synthetic_rollouts(4 * args.limit), "SYNTHETIC rollouts: the trace files are absent"
@@ -216,10 +218,12 @@ def main() -> None:
         ended, live = split(rollouts, live_count)
         budget = 8 * live_count
         drafters: dict[str, Drafter] = {
-            f"counts, {budget} tokens": Budgeted(budget, live_count, estimator="counts"),
-            f"mixer, {budget} tokens": Budgeted(budget, live_count),
-            "mixer, theta 0.25, cap 32": Thresholded(theta=0.25),
-            f"strict counts, {budget} tokens": Budgeted(budget, live_count, estimator="counts", strict=True),
+            f"counts, {budget} tokens": Budgeted(budget, live_count, estimator="counts", token_bytes=token_bytes),
+            f"mixer, {budget} tokens": Budgeted(budget, live_count, token_bytes=token_bytes),
+            "mixer, theta 0.25, cap 32": Thresholded(theta=0.25, token_bytes=token_bytes),
+            f"strict counts, {budget} tokens": Budgeted(
+                budget, live_count, estimator="counts", strict=True, token_bytes=token_bytes
+            ),
         }
         rival = "arctic, depth 64"
         try:

@@ -407,7 +407,7 @@ def test_command(tmp_path):
 
     done = run("-d", "ours:theta=0/.5", "-d", "ngram", "-d", "none", "-b", "1,2", "-o", str(tmp_path / "out"))
     assert done.returncode == 0, done.stderr
-    assert "ours theta=0.5" in done.stdout and "T(n) = max(1, n / 256)" in done.stdout
+    assert "ours theta=0.5" in done.stdout and "no-blocks" not in done.stdout and "T(n) = max(1, n / 256)" in done.stdout
     kept = json.loads((tmp_path / "out" / "replay.json").read_text())
     assert [(r["batch"], r["drafter"]) for r in kept["results"]] == [
         (b, d) for b in (1, 2) for d in ("ours theta=0", "ours theta=0.5", "ngram 5/4", "none")

@@ -56,10 +56,12 @@ def replay(
         specs = drafter or list(
             dict.fromkeys((DEFAULT if 1 in sizes else ()) + (DEFAULT_LOCKSTEP if max(sizes) > 1 else ()))
         )
+        encoder = FolderTokenizer(tokenizer)
+        token_bytes = encoder.token_bytes()
         makers = []
         for spec in specs:
             try:
-                some = parse_drafters(spec)
+                some = parse_drafters(spec, token_bytes)
                 some[0]()
             except DrafterError as error:
                 if drafter is not None:
@@ -67,7 +69,6 @@ def replay(
                 console.print(f"[yellow]left out: {error}")  # a rival of the default set that is not installed
                 continue
             makers += some
-        encoder = FolderTokenizer(tokenizer)
         loaded = {_name(path): load_rollouts(path, encoder, limit) for path in traces}
         results: list[ReplayResult] = []
         for name, rollouts in loaded.items():

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 DEFAULT_CAP = 32
+BLOCKS = '[[("```", "```")], [("<tool_call>", "</tool_call>")]]'  # the structure that requests send in a replay
 ARCTIC = "pip install --no-build-isolation --no-deps arctic-inference==0.3.0 (needs nanobind==2.9.2, grpcio-tools, cmake, ninja)"
 
 
@@ -62,6 +63,10 @@ class Ours(Drafter):
         Separate caches per (agent, query, block) instead of all levels.
     cap, depth, max_tokens : int
         Longest draft, longest context, bound of the cache.
+    blocks : bool
+        Requests send the structure `BLOCKS`; needs ``token_bytes``.
+    token_bytes : sequence of bytes, optional
+        The bytes of every token.
     """
 
     def __init__(
@@ -72,18 +77,28 @@ class Ours(Drafter):
         cap: int = DEFAULT_CAP,
         depth: int = 64,
         max_tokens: int = 1 << 24,
+        blocks: bool = True,
+        token_bytes: Sequence[bytes] | None = None,
     ) -> None:
         from ..draft_cache import DraftCache
+        from ..structure import Structure
 
         self.cap, self.theta, self.learns = int(cap), float(theta), estimator == "mixer"
         self.cache = DraftCache(
-            max_tokens=int(max_tokens), max_depth=int(depth), strict_isolation=bool(strict), estimator=estimator
+            policy=None,
+            max_tokens=int(max_tokens),
+            max_depth=int(depth),
+            strict_isolation=bool(strict),
+            estimator=estimator,
+            token_bytes=token_bytes if blocks else None,
         )
+        self.structure = Structure(BLOCKS) if blocks and token_bytes is not None else None
         kind = ("ours" if estimator == "mixer" else f"ours {estimator}") + (" strict" if strict else "")
+        kind += "" if self.structure is not None else " no-blocks"
         self.name = f"{kind} theta={self.theta:g}" + (f" cap={self.cap}" if self.cap != DEFAULT_CAP else "")
 
     def start(self, request: Hashable, prompt: np.ndarray, agent: str, query: str) -> None:
-        self.cache.start(request, prompt, agent_id=agent, query_id=query)
+        self.cache.start(request, prompt, agent_id=agent, query_id=query, structure=self.structure)
         self.cache.propose(
             [request], max_draft_tokens=0
         )  # judges the first token, which is learned from but not drafted
@@ -215,7 +230,8 @@ class Ngram(Drafter):
 _KINDS: dict[str, Callable[..., Drafter]] = {"ours": Ours, "arctic": Arctic, "ngram": Ngram, "none": Drafter}
 _SETTINGS: dict[str, dict[str, Callable[[str], object]]] = {
     "ours": {
-        "estimator": str, "theta": float, "strict": lambda v: bool(int(v)), "cap": int, "depth": int, "max_tokens": int
+        "estimator": str, "theta": float, "strict": lambda v: bool(int(v)), "cap": int, "depth": int, "max_tokens": int,
+        "blocks": lambda v: bool(int(v)),
     },
     "arctic": {"depth": int, "factor": float, "prob": float, "cap": int, "cached": int},
     "ngram": {"tokens": int, "most": int, "least": int},
@@ -223,11 +239,11 @@ _SETTINGS: dict[str, dict[str, Callable[[str], object]]] = {
 }  # fmt: skip
 
 
-def parse_drafters(text: str) -> list[Callable[[], Drafter]]:
+def parse_drafters(text: str, token_bytes: Sequence[bytes] | None = None) -> list[Callable[[], Drafter]]:
     """Makers of drafters from ``KIND[:setting=value[/value...],...]``; several values are a sweep over all mixtures.
 
-    ``ours:theta=.25/.5``, ``ours:estimator=counts``, ``ours:strict=1``, ``arctic:depth=24/64,factor=1,prob=.1/.3``,
-    ``ngram:tokens=5,most=4``, ``none``.
+    ``ours:theta=.25/.5``, ``ours:estimator=counts``, ``ours:strict=1``, ``ours:blocks=0``, ``arctic:depth=24/64,factor=1,prob=.1/.3``,
+    ``ngram:tokens=5,most=4``, ``none``. ``token_bytes``: of every token; without them ours knows no semantic blocks.
 
     Raises
     ------
@@ -252,6 +268,7 @@ def parse_drafters(text: str) -> list[Callable[[], Drafter]]:
     mixtures = [dict(zip(sweep, values, strict=True)) for values in itertools.product(*sweep.values())]
 
     def maker(settings: dict[str, object]) -> Callable[[], Drafter]:
-        return lambda: _KINDS[kind](**settings)
+        more = {"token_bytes": token_bytes} if kind == "ours" else {}
+        return lambda: _KINDS[kind](**settings, **more)
 
     return [maker(settings) for settings in mixtures]

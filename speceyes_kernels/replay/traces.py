@@ -82,6 +82,22 @@ class FolderTokenizer:
             raise TraceError(f"{file}: not a tokenizer.json that tokenizers reads ({error})") from None
         self.name = file.parent.name
 
+    def token_bytes(self) -> list[bytes]:
+        """Entry t: the bytes that token t adds to a text."""
+        printable = [*range(33, 127), *range(161, 173), *range(174, 256)]  # byte-level BPE writes these as themselves
+        other = [b for b in range(256) if b not in printable]
+        byte_of = {chr(b): b for b in printable} | {chr(256 + k): b for k, b in enumerate(other)}
+        vocab = self._fast.get_vocab(with_added_tokens=True)
+        added = {t.content for t in self._fast.get_added_tokens_decoder().values()}
+        table = [b""] * (max(vocab.values()) + 1)
+        byte_level = "ByteLevel" in str(type(self._fast.decoder)) or "ByteLevel" in str(self._fast.decoder)
+        for text, token in vocab.items():
+            if byte_level and text not in added and all(c in byte_of for c in text):
+                table[token] = bytes(byte_of[c] for c in text)
+            else:
+                table[token] = text.replace("\u2581", " ").encode()  # SentencePiece's mark of a space
+        return table
+
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         return [e.ids for e in self._fast.encode_batch(texts, add_special_tokens=False)]
 
