@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from . import _backends, _checks
+from .budget import CostModel, allocate_budget
 from .structure import Structure, TokenBytes
 
 _STATS = (
@@ -63,6 +64,10 @@ class DraftCache:
         asks all levels at once and weighs their evidence.
     estimator : {"mixer", "counts"}
         ``"counts"`` takes the longest match's most frequent continuation with its share as probability.
+    policy : {"survival", None}
+        How :meth:`propose` shares the batch's budget (see :func:`allocate_budget`); None proposes all that was found.
+    cost : CostModel, optional
+        Of a verification step; None: ``CostModel()``.
     token_bytes : TokenBytes or sequence of bytes, optional
         The bytes of every token; needed where requests bring a structure.
 
@@ -78,6 +83,8 @@ class DraftCache:
         max_depth: int = MAX_DEPTH,
         strict_isolation: bool = False,
         estimator: str = "mixer",
+        policy: str | None = "survival",
+        cost: CostModel | None = None,
         token_bytes: TokenBytes | Sequence[bytes] | None = None,
     ) -> None:
         max_tokens = _checks.as_int(max_tokens, "max_tokens", "an int >= 1")
@@ -88,6 +95,9 @@ class DraftCache:
             raise ValueError(f"max_depth: expected an int in 1..{MAX_DEPTH}, got {max_depth}")
         if estimator not in ("mixer", "counts"):
             raise ValueError(f"estimator: expected 'mixer' or 'counts', got {estimator!r}")
+        if policy not in ("survival", None):
+            raise ValueError(f"policy: expected 'survival' or None, got {policy!r}")
+        self.policy, self.cost = policy, CostModel() if cost is None else cost
         _backends.ops("cpu")  # loads the extension, or says why not
         self._ops = torch.ops.speceyes
         if token_bytes is not None and not isinstance(token_bytes, TokenBytes):
@@ -176,9 +186,11 @@ class DraftCache:
         request_ids: Sequence[Hashable],
         *,
         max_draft_tokens: int | Sequence[int] | np.ndarray | Tensor = 32,
+        token_budget: int | None = None,
+        plain_tokens: int | None = None,
         min_survival: float = 0.0,
     ) -> Drafts:
-        """Drafts for running requests.
+        """Drafts for running requests, as many of the batch's best positions as pay for their verification.
 
         Parameters
         ----------
@@ -186,8 +198,16 @@ class DraftCache:
             Each once.
         max_draft_tokens : int or sequence of int
             Cap, for all or for each request (remaining length - 1 belongs here), at most 128.
+        token_budget : int, optional
+            Most draft tokens of the batch; None: by the cost model. Not used with ``policy=None``.
+        plain_tokens : int, optional
+            Tokens of the step without drafts, those of prefills included; None: the number of requests.
         min_survival : float
             A draft ends before the first position whose survival is below this, in [0, 1].
+
+        Returns
+        -------
+        Drafts
         """
         numbers = self._numbers(request_ids)
         caps = None
@@ -210,7 +230,19 @@ class DraftCache:
             torch.empty((len(numbers), most), dtype=torch.float32),
         )
         self._ops.draft_cache_propose(self._handle, numbers, caps, min_survival, *drafts)
-        return drafts
+        if self.policy is None or most == 0 or len(numbers) == 0:
+            return drafts
+        kept = allocate_budget(
+            drafts.survival,
+            drafts.lengths,
+            plain_tokens=plain_tokens,
+            token_budget=token_budget,
+            cost=self.cost,
+            min_survival=min_survival,
+        )
+        lengths = torch.from_numpy(kept)
+        self._ops.draft_cache_note_sent(self._handle, numbers, lengths)
+        return drafts._replace(lengths=lengths)
 
     def stop(self, request_id: Hashable) -> None:
         """A request ended: its response stays cached for its query and agent, the rollout's own index goes."""

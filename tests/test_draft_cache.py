@@ -25,7 +25,7 @@ class DraftCacheMachine(RuleBasedStateMachine):
         options = dict(
             max_tokens=max_tokens, max_depth=max_depth, strict_isolation=strict, token_bytes=[b"a", b"<", b">", b"b>"]
         )
-        self.ours = DraftCache(estimator="counts", **options)
+        self.ours = DraftCache(estimator="counts", policy=None, **options)
         self.plain = ReferenceDraftCache(**options)
         self.next = 0
         self.running: list[int] = []
@@ -103,7 +103,7 @@ def test_results_do_not_depend_on_the_thread_count():
         torch.set_num_threads(threads)
         try:
             g = np.random.default_rng(0)
-            cache = DraftCache()
+            cache = DraftCache(policy=None)
             for r in range(40):
                 cache.start(r, g.integers(0, 6, 50), agent_id=r % 2, query_id=r % 5)
             seen = []
@@ -121,7 +121,7 @@ def test_results_do_not_depend_on_the_thread_count():
 
 def test_estimator_learns_that_a_source_misleads():
     """The same context is always followed by what the agent's history says least: survival must fall with experience."""
-    cache = DraftCache()
+    cache = DraftCache(policy=None)
     g = np.random.default_rng(1)
     first = last = None
     for r in range(300):
@@ -138,7 +138,7 @@ def test_estimator_learns_that_a_source_misleads():
 
 def test_learned_survival_is_calibrated():
     """A noisy copy (each token right with probability 0.8): survival of the first position is about 0.8."""
-    cache, g = DraftCache(), np.random.default_rng(2)
+    cache, g = DraftCache(policy=None), np.random.default_rng(2)
     text = g.integers(0, 1000, 40)
     said, hits = [], []
     for r in range(200):
@@ -194,6 +194,7 @@ def test_wrong_options_are_refused():
         (dict(max_tokens=0), "max_tokens: expected an int >= 1, got 0"),
         (dict(max_depth=65), "max_depth: expected an int in 1..64, got 65"),
         (dict(estimator="magic"), "estimator: expected 'mixer' or 'counts'"),
+        (dict(policy="magic"), "policy: expected 'survival' or None"),
     ]:
         with pytest.raises(ValueError, match=text):
             DraftCache(**options)
@@ -209,3 +210,30 @@ def test_a_request_that_is_stopped_and_resumed_keeps_what_it_said():
     fresh.start("r", [9, 9, 1, 2, 3, 1, 2], agent_id=1, query_id=1)
     a, b = (c.propose(["r"], max_draft_tokens=4) for c in (cache, fresh))
     assert a.tokens[0].tolist() == b.tokens[0].tolist() == [3, 1, 2, 3]
+
+
+def test_budget_takes_the_best_positions_of_the_batch():
+    """32 requests, half of them in a sure copy, half in noise: the copies get the tokens, and none beyond the budget."""
+    raw, shared = (DraftCache(estimator="counts", policy=p) for p in (None, "survival"))
+    g = np.random.default_rng(3)
+    for cache in (raw, shared):
+        g = np.random.default_rng(3)
+        for r in range(32):
+            prompt = np.tile(np.arange(20), 3) if r % 2 else g.integers(0, 4, 60)
+            cache.start(r, prompt, agent_id=r, query_id=r)
+    requests = list(range(32))
+    all_of_it = raw.propose(requests, max_draft_tokens=16)
+    for budget in (0, 40, 300):
+        got = shared.propose(requests, max_draft_tokens=16, token_budget=budget)
+        assert int(got.lengths.sum()) <= budget
+        assert (got.lengths <= all_of_it.lengths).all()
+        taken = [float(all_of_it.survival[r, i]) for r in requests for i in range(int(got.lengths[r]))]
+        left = [
+            float(all_of_it.survival[r, i])
+            for r in requests
+            for i in range(int(got.lengths[r]), int(all_of_it.lengths[r]))
+        ]
+        assert budget == 0 or min(taken) >= max(left, default=0) or int(got.lengths.sum()) < budget
+    assert (
+        int(shared.propose(requests, max_draft_tokens=16, plain_tokens=4096).lengths.sum()) == 0
+    )  # no room: no drafts

@@ -9,6 +9,7 @@ import importlib
 from typing import Any
 
 _EXPORTS = {
+    "AgentSpecProposer": "proposer",
     "Gate": "logits_processor",
     "GateWorker": "worker_extension",
     "GateUnsupported": "worker_extension",

@@ -90,8 +90,8 @@ def _opted(body: bytes) -> dict[str, Any] | None:
         return None
     try:
         request = json.loads(body)
-        return request if KEY in request["vllm_xargs"] else None
-    except (ValueError, TypeError, KeyError):
+        return request if isinstance(request["vllm_xargs"], dict) and KEY in request["vllm_xargs"] else None
+    except (ValueError, TypeError, KeyError, RecursionError):
         return None  # vLLM's to refuse
 
 
@@ -215,8 +215,8 @@ class _Reply:
 
     async def _scores(self) -> dict[str, Any]:
         choices = sorted(self.finished)
-        wants = [[*self._engine_key(i), self.lengths.get(i) if self.counting else None] for i in choices]
         try:
+            wants = [[*self._engine_key(i), self.lengths.get(i) if self.counting else None] for i in choices]
             answers = await self.engine.collective_rpc("speceyes_take", args=(wants,))
             results = merge_workers(answers, len(wants))
         except Exception as error:  # the answer itself must reach the caller
@@ -231,7 +231,7 @@ class _Reply:
         """vLLM's request id and completion index of a choice."""
         if not self.response_id.startswith("cmpl-"):
             return self.response_id, index
-        n = self.request.get("n") or 1  # completions number their choices prompt by prompt
+        n = int(self.request.get("n") or 1)  # vLLM takes "2" and 2.0, too; choices are numbered prompt by prompt
         return f"{self.response_id}-{index // n}", index % n
 
 

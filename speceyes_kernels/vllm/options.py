@@ -83,8 +83,8 @@ def parse_options(value: Any) -> GateOptions | None:
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except ValueError:
-            raise GateOptionError(KEY, f'expected JSON such as {{"tau": 0.98}}, got {value!r}') from None
+        except (ValueError, RecursionError):  # a few thousand brackets are enough for the second
+            raise GateOptionError(KEY, f'expected JSON such as {{"tau": 0.98}}, got {value[:200]!r}') from None
         if value is None:
             return None
     if isinstance(value, (bool, int, float)) and value in (0, 1):

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from .proposer import AgentSpecProposer
 from .results import Result
 from .session import GateSession
 from .slots import GateConfig
@@ -171,6 +172,8 @@ class GateWorker:
         config = self.vllm_config  # type: ignore[attr-defined]
         if runner is None or not asked_for(config):
             return
+        if isinstance(drafter := getattr(runner, "drafter", None), AgentSpecProposer):
+            drafter.runner = runner
         if hasattr(runner, "input_batch"):
             self.__dict__["_speceyes_gate"] = attach_v1(runner, config)
         else:
