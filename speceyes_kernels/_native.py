@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import platform
+import struct
 import sys
 import threading
 from collections.abc import Iterator
@@ -54,6 +55,27 @@ def _rebuild() -> str:
     return f"Rebuild it in a checkout of speceyes_kernels:\n    {command}"
 
 
+def _refuse_cut_short(path: Path) -> None:
+    """Raises ImportError for a 64-bit ELF file whose segments reach past its end.
+
+    The loader maps such a file (a copy that ran out of disk, say) and the process dies of SIGBUS at the first touch.
+    """
+    with path.open("rb") as file:
+        head = file.read(64)
+        if len(head) < 64 or head[:5] != b"\x7fELF\x02":
+            return  # the loader says what is wrong
+        (table,) = struct.unpack_from("<Q", head, 32)
+        entry, count = struct.unpack_from("<HH", head, 54)
+        file.seek(table)
+        segments = file.read(entry * count)
+    size, needed = path.stat().st_size, table + entry * count
+    for at in range(0, len(segments) - 55, max(entry, 56)):
+        offset, length = struct.unpack_from("<Q", segments, at + 8)[0], struct.unpack_from("<Q", segments, at + 32)[0]
+        needed = max(needed, offset + length)
+    if needed > size:
+        raise ImportError(f"{path.name} is cut short: {size} bytes, and its segments take {needed}")
+
+
 def _load() -> None:
     """Raises whatever goes wrong."""
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
@@ -65,6 +87,7 @@ def _load() -> None:
     path = library_path()
     if not path.is_file():
         raise FileNotFoundError(f"{path.name} is not in {path.parent}: the extension was not built")
+    _refuse_cut_short(path)
     torch.ops.load_library(str(path))
     for name in SEPARABILITY_SCHEMAS:
         torch.library.register_fake(f"speceyes::{name}", _writes_only_into_its_arguments)

@@ -146,6 +146,15 @@ def test_a_broken_library_keeps_the_original_error(copy: Path) -> None:
     assert "built with torch unknown" in done.stderr and "torch 2." in done.stderr
 
 
+@pytest.mark.parametrize("share", [0.01, 0.5, 0.8])
+def test_a_library_cut_short_is_refused_instead_of_killing_the_process(copy: Path, share: float) -> None:
+    whole = _native.library_path().read_bytes()
+    (copy / "speceyes_kernels" / "libspeceyes.so").write_bytes(whole[: int(share * len(whole))])
+    done = python("import speceyes_kernels as sk; print(sk.unavailable_reason('cpu'))", copy)
+    assert done.returncode == 0, (done.returncode, done.stderr)
+    assert "libspeceyes.so is cut short" in done.stdout and "pip install" in done.stdout
+
+
 def test_a_torch_without_the_stable_abi_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_native, "_loaded", False)
     monkeypatch.setattr(_native, "_failure", None)
