@@ -103,7 +103,7 @@ def convert_threshold(score: float, k: int = 64, *, to: Form = "include_top1") -
     if to == "include_top1":
         if math.isinf(score):
             return math.copysign(math.sqrt(k - 1), score)
-        return math.sqrt(k - 1) * score / math.hypot(math.sqrt(k), score)
+        return math.sqrt(k - 1) * (score / math.hypot(math.sqrt(k), score))
     if to != "exclude_top1":
         raise ValueError(f"to: expected 'exclude_top1' or 'include_top1', got {to!r}")
     room = (k - 1) - score * score

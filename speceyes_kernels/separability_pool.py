@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,10 +69,11 @@ class SeparabilityPool:
         if valid_vocab is not None and _checks.as_int(valid_vocab, "valid_vocab", "None or an int") < self.k:
             raise ValueError(f"valid_vocab: expected None or an int >= k ({self.k}), got {valid_vocab}")
         self.valid_vocab = valid_vocab
-        self.form, self.bottom_share, self.bottom_rounding = form, float(bottom_share), bottom_rounding
         self._include_top1, self.eps, self.min_competitors = _checks.check_score(form, eps, min_competitors)
         self._bottom_ceil = _checks.check_bottom(bottom_share, bottom_rounding)
+        self.form, self.bottom_share, self.bottom_rounding = form, float(bottom_share), bottom_rounding
         self.device = torch.empty(0, device=device).device  # "cuda" -> "cuda:0", as tensors report it
+        self.backend = backend
         self._ops = _backends.ops_for(backend, self.device)
         kept = self.max_tokens if "bottom" in self.pools else 0
         with torch.inference_mode(False):  # a pool built inside inference mode must be writable outside
@@ -79,6 +81,13 @@ class SeparabilityPool:
             self.mins = torch.full((self.num_slots, 2), math.inf, dtype=torch.float32, device=self.device)
             self.counts = torch.zeros((self.num_slots, 2), dtype=torch.int32, device=self.device)
             self.scores = torch.zeros((self.num_slots, kept), dtype=torch.float32, device=self.device)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_ops"}  # ops cannot be pickled
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._ops = _backends.ops_for(self.backend, self.device)
 
     def _check_slots(self, slots: Tensor, rows: int | None, low: int) -> Tensor:
         if not isinstance(slots, Tensor) or slots.dtype not in _INT:

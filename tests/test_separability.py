@@ -177,6 +177,7 @@ def test_converted_threshold_takes_the_same_decisions():
         assert sk.convert_threshold(t) == pytest.approx(s, rel=1e-5)
         assert sk.convert_threshold(s, to="exclude_top1") == pytest.approx(t, rel=1e-4)
     assert sk.convert_threshold(8.0, to="exclude_top1") == INF  # no included score reaches sqrt(63)
+    assert sk.convert_threshold(1e308) == pytest.approx(math.sqrt(63)) == -sk.convert_threshold(-1e308)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 
 import pytest
 import torch
@@ -133,6 +135,20 @@ def test_reset_skips_minus_one(backend):
     assert pool.read().tolist() == [-INF, 2, 3]
     pool.reset(torch.tensor([-1, 1]))
     assert pool.read().tolist() == [-INF, -INF, 3]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda pool: pickle.loads(pickle.dumps(pool))])
+def test_a_copy_goes_on_by_itself(backend, copied):
+    pool = sk.SeparabilityPool(2, max_tokens=4, pools=ALL_POOLS, k=16, backend=backend)
+    logits = torch.randn(4, 100, generator=torch.Generator().manual_seed(3))
+    pool.update(logits[:2], torch.tensor([0, 1]))
+    before, twin = pool.read(), copied(pool)
+    assert torch.equal(twin.read(), before)
+    twin.update(logits[2:], torch.tensor([0, 1]))
+    assert torch.equal(pool.read(), before) and not torch.equal(twin.read(), before)
+    pool.update(logits[2:], torch.tensor([0, 1]))
+    assert torch.equal(pool.read(), twin.read())
 
 
 def test_memory_a_slot_is_constant_without_bottom():
