@@ -14,6 +14,7 @@ from speceyes_kernels.vllm import GateOptionError, gate_options, parse_options
 from speceyes_kernels.vllm.options import options_of
 from speceyes_kernels.vllm.results import ResultRing, json_safe, keys_for, make_result, pool_confidence, public_key
 from speceyes_kernels.vllm.slots import GateConfig, SlotPages
+from speceyes_kernels.vllm.state import GateState
 
 BAD = [
     ({"k": 1}, "speceyes.k"),
@@ -143,6 +144,23 @@ def test_config() -> None:
     assert GateConfig.of({"speceyes": {"ring": 7}}).ring == 7
     with pytest.raises(ValueError, match="additional_config"):
         GateConfig.of({"speceyes": {"rings": 7}})
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"max_tokens": 0},
+        {"max_tokens": "9"},
+        {"valid_vocab": 0},
+        {"valid_vocab": 101},
+        {"backend": "fast"},
+        {"ring": 0},
+    ],
+    ids=str,
+)
+def test_settings_that_could_score_nothing_are_refused_at_start(given: dict) -> None:
+    with pytest.raises(ValueError, match=next(iter(given))):
+        GateState(4, 64, 100, GateConfig.of({"speceyes": given}), "cpu")
 
 
 def test_pages_come_and_go() -> None:

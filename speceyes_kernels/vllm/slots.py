@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from .. import _backends
 from .._schemas import POOL_IDS
 from ..separability import Backend
 from ..separability_pool import SeparabilityPool
@@ -36,6 +37,17 @@ class GateConfig:
     max_tokens: int = 4096
     valid_vocab: int | None = None
     backend: Backend = "auto"
+
+    def check(self, vocab_size: int, device: torch.device | str) -> None:
+        """Raises ValueError (or BackendUnavailable) at start for what would otherwise fail every request."""
+        for name, most in (("max_tokens", None), ("valid_vocab", vocab_size)):
+            value = getattr(self, name)
+            if name == "valid_vocab" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1 or (most and value > most):
+                wanted = ">= 1" if most is None else f"in 1..{most} (the model's vocabulary)"
+                raise ValueError(f"speceyes.{name}: expected an integer {wanted}, got {value!r}")
+        _backends.ops_for(self.backend, torch.empty(0, device=device).device)
 
     @classmethod
     def of(cls, additional_config: Any) -> GateConfig:

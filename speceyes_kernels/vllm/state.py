@@ -64,6 +64,7 @@ class GateState:
     def __init__(
         self, num_slots: int, max_model_len: int, vocab_size: int, config: GateConfig, device: torch.device | str
     ) -> None:
+        config.check(vocab_size, device)
         self.max_model_len, self.vocab_size, self.device = max_model_len, vocab_size, torch.device(device)
         self.valid_vocab = vocab_size if config.valid_vocab is None else config.valid_vocab
         self.slots = SlotPages(num_slots, max_model_len, config, device)
