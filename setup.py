@@ -37,7 +37,9 @@ TORCH_TARGET_VERSION = "0x020a000000000000"  # 2.10: the oldest torch that the f
 MIN_TORCH = (2, 10)
 DEFAULT_ARCHS = "8.0;8.6;8.9;9.0;10.0;12.0+PTX"
 MIN_ARCH = (8, 0)
-NAMED_ARCHS = {
+NAMED_ARCHS = {  # torch's; those that are too old are dropped aloud
+    "Volta": "7.0+PTX",
+    "Turing": "7.5+PTX",
     "Ampere": "8.0;8.6+PTX",
     "Ada": "8.9+PTX",
     "Hopper": "9.0+PTX",
@@ -230,7 +232,7 @@ def positive(name: str, default: int) -> int:
     text = os.environ.get(name, "").strip()
     if not text:
         return default
-    if not text.isdigit() or int(text) < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise BuildError(f"{name}: expected a whole number of at least 1, got {text!r}")
     return int(text)
 
@@ -353,7 +355,13 @@ class Step:
     def run(self) -> None:
         self.stamp.unlink(missing_ok=True)
         start = time.time_ns()
-        done = subprocess.run(self.command, cwd=ROOT, capture_output=True, text=True)
+        try:
+            done = subprocess.run(self.command, cwd=ROOT, capture_output=True, text=True)
+        except OSError as error:
+            raise BuildError(
+                f"cannot run {self.command[0]} for {self.output.name}: {error}\n"
+                "Install g++ 11 or newer, or set CXX to a compiler with C++20"
+            ) from error
         output = done.stdout + done.stderr
         if done.returncode != 0:
             raise BuildError(f"building {self.output.name} failed:\n{shlex.join(self.command)}\n{output}")

@@ -50,6 +50,7 @@ def nvcc(build: ModuleType, release: str = "13.0", targets: str = "75 80 86 89 9
         ("9.0+PTX;9.0", ["sm_90+PTX"]),
         ("10.3f", ["sm_103f"]),
         ("Ampere", ["sm_80", "sm_86+PTX"]),
+        ("Turing;Ampere", ["sm_75+PTX", "sm_80", "sm_86+PTX"]),
         ("Hopper;8.9", ["sm_90+PTX", "sm_89"]),
     ],
 )
@@ -62,6 +63,12 @@ def test_arch_list_names_the_bad_entry(build: ModuleType, text: str) -> None:
     with pytest.raises(SystemExit, match=r"TORCH_CUDA_ARCH_LIST: .* is no target; expected entries like 8\.0") as error:
         build.parse_arch_list(text)
     assert text.split(";")[-1] in str(error.value)
+
+
+def test_a_missing_compiler_is_named_with_what_to_install(build: ModuleType, tmp_path: Path) -> None:
+    step = build.Step(tmp_path / "a.cpp", tmp_path / "a.o", ("no-such-compiler", "-c"))
+    with pytest.raises(SystemExit, match=r"cannot run no-such-compiler for a\.o.*\n.*Install g\+\+ 11"):
+        step.run()
 
 
 def test_arch_list_of_nothing(build: ModuleType) -> None:
