@@ -121,7 +121,7 @@ def check_pools(pools: str | Sequence[str], name: str = "pool") -> list[int]:
     if not names:
         raise ValueError(f"{name}: expected at least one of {known}, got none")
     for p in names:
-        if p not in POOL_IDS:
+        if not isinstance(p, str) or p not in POOL_IDS:
             raise ValueError(f"{name}: expected names among {known}, got {p!r}")
     if len(set(names)) != len(names):
         raise ValueError(f"{name}: expected each name once, got {names!r}")

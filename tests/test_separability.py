@@ -187,6 +187,7 @@ def test_converted_threshold_takes_the_same_decisions():
         (lambda: sk.score_for_confidence(math.nan), ValueError, "tau"),
         (lambda: sk.confidence(1.0, alpha=0), ValueError, "alpha: expected a finite number > 0, got 0"),
         (lambda: sk.accept(1.0, 0.5, pool="median"), ValueError, "pool: expected names among"),
+        (lambda: sk.accept(1.0, 0.5, pool=["min"]), ValueError, "pool: expected names among"),
         (lambda: sk.convert_threshold(math.nan), ValueError, "score"),
         (lambda: sk.convert_threshold(1.0, to="paper"), ValueError, "to: expected"),
     ],
