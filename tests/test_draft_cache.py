@@ -56,7 +56,7 @@ class DraftCacheMachine(RuleBasedStateMachine):
             self.plain.extend(r, part)
 
     @precondition(lambda self: self.running)
-    @rule(data=st.data(), cap=st.integers(0, 12), floor=st.sampled_from([0.0, 0.2, 0.6]))
+    @rule(data=st.data(), cap=st.integers(0, 12), floor=st.sampled_from([0.0, 0.2137, 0.6137]))
     def propose(self, data, cap, floor):
         chosen = data.draw(st.lists(st.sampled_from(self.running), unique=True, max_size=6))
         caps = [data.draw(st.integers(0, cap)) for _ in chosen] if data.draw(st.booleans()) else None
@@ -93,7 +93,7 @@ class DraftCacheMachine(RuleBasedStateMachine):
 
 
 TestDraftCache = DraftCacheMachine.TestCase
-TestDraftCache.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestDraftCache.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)  # floors that no product of shares equals
 
 
 def test_results_do_not_depend_on_the_thread_count():

@@ -291,24 +291,30 @@ void ContextForest::refresh_entry(uint32_t n, uint32_t index) {
 }
 
 // ---- look-up ----------------------------------------------------------------------------------------------------------
-Match ContextForest::find(uint32_t root, const Context& context) const {
-  uint32_t v = root;
-  int d = 0;
-  while (d < context.length) {
-    const Ref child = find_child(v, context.token[d], d);
-    if (child == kNone) break;
-    const int limit = depth(child), end = std::min(limit, context.length);
-    int e = d + 1;
-    Pos p = text_.back(position(newest(child)), d + 1);
-    while (e < end && text_[p = text_.before(p)] == context.token[e]) e++;
-    if (e < limit || is_leaf(child)) return {child, e};
-    v = child;
-    d = e;
+Match ContextForest::find(uint32_t root, const Context& context) const { return deepen({root, 0}, context); }
+
+// From a match of m.length tokens at m.at to the longest there is.
+Match ContextForest::deepen(Match m, const Context& context) const {
+  while (m.length < context.length) {
+    int d = m.length;
+    Ref at = m.at;
+    if (!is_leaf(at) && depth(at) == d) {
+      at = find_child(at, context.token[d], d);
+      if (at == kNone) break;
+      d++;
+    }
+    const int limit = depth(at), end = std::min(limit, context.length);
+    if (d < end) {
+      for (Pos p = text_.back(position(newest(at)), d + 1); text_[p] == context.token[d]; p = text_.before(p))
+        if (++d == end) break;
+    }
+    m = {at, d};
+    if (d < limit || is_leaf(at)) break;
   }
-  return {v, d};
+  return m;
 }
 
-Match ContextForest::advance(uint32_t root, int level, const Match& m, Token token) const {
+Match ContextForest::advance(uint32_t root, int level, const Match& m, Token token, const Context& longer) const {
   int length = m.length;
   for (Ref r = m.at; r != root; r = parent(r), length = depth(r)) {
     Ref seen = kNone;
@@ -320,16 +326,17 @@ Match ContextForest::advance(uint32_t root, int level, const Match& m, Token tok
     }
     if (seen == kNone) continue;
     const Match next = follow(root, level, seen, std::min(length + 1, max_depth_));
-    if (next.length > 0) return next;
-    return {root, -1};  // the newest occurrence is at its sequence's end: only a search tells
+    if (next.length == 0) return {root, -1};  // the newest occurrence is at its sequence's end: only a search tells
+    // Where the tree holds a part of the positions only (responses, not prompts), a longer context may be in it whose
+    // beginning was not.
+    return deepen(next, longer);
   }
-  const Ref single = find_child(root, token, 0);
-  return single == kNone ? Match{root, 0} : Match{single, 1};
+  return find(root, longer);
 }
 
 Match ContextForest::follow(uint32_t root, int level, Ref seen, int length) const {
   const Pos after = text_.after(position(seen));
-  if (after == kNone || !holds(level, after)) return {root, 0};
+  if (after == kNone || !holds(level, after) || (split_ && root_of(level, after) != root)) return {root, 0};
   Ref r = leaf_ref(level, after);
   while (depth(parent(r)) >= length) r = parent(r);
   return {r, length};

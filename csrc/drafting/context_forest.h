@@ -38,7 +38,10 @@ struct Match {
 class ContextForest {
  public:
   static constexpr int kLevels = 4;
-  explicit ContextForest(int max_depth = kMaxDepth) : max_depth_(max_depth) { rehash(1 << 6); }
+  // `split`: positions of one sequence may lie in different trees of a level.
+  explicit ContextForest(int max_depth = kMaxDepth, bool split = false) : max_depth_(max_depth), split_(split) {
+    rehash(1 << 6);
+  }
 
   TextStore& text() { return text_; }
   const TextStore& text() const { return text_; }
@@ -61,9 +64,9 @@ class ContextForest {
   Context context_before(Pos pos) const;       // tokens before pos
   Context context_at_end(Pos last) const;      // tokens up to and including `last`
   Match find(uint32_t root, const Context& context) const;
-  // The match after `token` follows: `m` matched the context in `root` of `level`. Equal to find() on the longer context
-  // when its length is >= 0; -1 means that only find() can tell.
-  Match advance(uint32_t root, int level, const Match& m, Token token) const;
+  // The match after `token` follows: `m` matched the context before it in `root` of `level`, `longer` is the context with
+  // it. Equal to find(root, longer) when its length is >= 0; -1 means that only find() can tell.
+  Match advance(uint32_t root, int level, const Match& m, Token token, const Context& longer) const;
 
   Ref parent(Ref r) const { return is_leaf(r) ? leaf(r).parent : node_[r].parent; }
   int depth(Ref r) const { return is_leaf(r) ? leaf_depth(r) : int(node_[r].depth); }
@@ -110,6 +113,7 @@ class ContextForest {
   uint32_t clock_of(Ref leaf) const { return clock_at_[position(leaf)]; }
   Ref newest(Ref r) const { return is_leaf(r) ? r : node_[r].newest; }
   int leaf_depth(Ref r) const;
+  Match deepen(Match m, const Context& context) const;
   Match follow(uint32_t root, int level, Ref seen, int length) const;
   void copy_counts(uint32_t to, Ref from);
   Token context_token(Ref r, int distance) const;
@@ -154,6 +158,7 @@ class ContextForest {
   void refresh_entry(uint32_t n, uint32_t index);
 
   int max_depth_;
+  bool split_;
   uint32_t clock_ = 0;
   TextStore text_;
   std::vector<uint32_t> clock_at_;

@@ -22,7 +22,8 @@ void shift_in(Context& c, Token t, int depth) {
 
 }  // namespace
 
-DraftCache::DraftCache(const CacheOptions& options) : options_(options), forest_(options.max_depth) {}
+DraftCache::DraftCache(const CacheOptions& options)
+    : options_(options), forest_(options.max_depth, options.strict_isolation) {}
 
 // ---- trees ------------------------------------------------------------------------------------------------------------
 DraftCache::TreeKey DraftCache::tree_key(int level, const Response& r, int block) const {
@@ -151,20 +152,24 @@ void DraftCache::erase(Response& r) {
   forest_.text().clear(r.text);
 }
 
+void DraftCache::drop_empty_trees(const Response& r) {
+  if (!options_.strict_isolation) {
+    for (int level = 1; level < kSources; level++) drop_if_empty(tree_key(level, r, 0));
+    return;
+  }
+  for (auto it = trees_.lower_bound({1, r.agent, r.query, INT64_MIN}); it != trees_.end();) {
+    const TreeKey key = it->first;
+    if (key[1] != r.agent || key[2] != r.query) return;
+    ++it;
+    drop_if_empty(key);
+  }
+}
+
 void DraftCache::evict(std::map<Scope, QueryGroup>::iterator query) {
   Response& r = query->second.ended.front();
   stats_.evicted_tokens += r.text.length;
   erase(r);
-  if (options_.strict_isolation) {
-    for (auto it = trees_.lower_bound({1, r.agent, r.query, INT64_MIN}); it != trees_.end();) {
-      const TreeKey key = it->first;
-      if (key[1] != r.agent || key[2] != r.query) break;
-      ++it;
-      drop_if_empty(key);
-    }
-  } else {
-    for (int level = 1; level < kSources; level++) drop_if_empty(tree_key(level, r, 0));
-  }
+  drop_empty_trees(r);
   const Scope scope = query->first;
   query->second.ended.pop_front();
   drop_if_idle(scope);
@@ -217,6 +222,7 @@ void DraftCache::shorten(Live& r, int64_t tokens) {
   if (r.text.length == 0) r.last = kNone;
   stats_.tokens -= tokens;
   stats_.evicted_tokens += tokens;
+  drop_empty_trees(r);
 }
 
 void DraftCache::forget_query(int64_t agent, int64_t query) {
@@ -307,7 +313,7 @@ void DraftCache::draft(Live& r, int most, float min_survival, Token* tokens, int
     shift_in(context, p.best.token, options_.max_depth);
     for (int s = 0; s < kSources; s++) {
       if (m[s].at == kNone) continue;
-      const Match next = forest_.advance(r.roots[s], s, m[s], p.best.token);
+      const Match next = forest_.advance(r.roots[s], s, m[s], p.best.token, context);
       m[s] = next.length >= 0 ? next : forest_.find(r.roots[s], context);
     }
   }

@@ -89,6 +89,7 @@ class DraftCache {
   uint32_t hold_tree(const TreeKey& key);
   void release_tree(const TreeKey& key);
   void drop_if_empty(const TreeKey& key);
+  void drop_empty_trees(const Response& r);
   void push(Live& r, Token token, bool response);
   void follow_structure(Live& r, Token token);
   void erase(Response& r);  // an ended response, from every level and the text

@@ -149,8 +149,8 @@ struct World {
       Token t = Token(below(alphabet));
       Continuation top[1];
       if (m.length > 0 && below(3)) forest.continuations(m.at, top, 1), t = top[0].token;
-      const Match next = forest.advance(root, 0, m, t);
       c.push_back(t);
+      const Match next = forest.advance(root, 0, m, t, context(c));
       if (next.length >= 0) compare(c, next);
       m = next.length >= 0 ? next : forest.find(root, context(c));
     }
