@@ -7,6 +7,7 @@ one that cannot load says why, with the original error chained.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
@@ -23,6 +24,8 @@ class BackendUnavailable(RuntimeError):
 _loaded: dict[str, SimpleNamespace] = {}
 _failed: dict[str, tuple[str, BaseException | None]] = {}
 _chosen: dict[tuple[str, str], SimpleNamespace] = {}
+#: (backend, on the CPU) -> the native token_separability, once chosen: what a decode step may call without all checks.
+decode_ops: dict[tuple[str, bool], Callable[..., None]] = {}
 #: Device types that a backend's kernels take; the others take any.
 _DEVICES = {"cpu": ("cpu",), "cuda": ("cuda",)}
 
@@ -95,7 +98,7 @@ def ops(backend: str) -> SimpleNamespace:
 def _table(namespace: str) -> SimpleNamespace:
     found = getattr(torch.ops, namespace)
     overloads = {name: getattr(found, name).default for name in SEPARABILITY_SCHEMAS}
-    return SimpleNamespace(**overloads, namespace=namespace, checks=namespace == "speceyes")
+    return SimpleNamespace(**overloads, namespace=namespace)
 
 
 def _explain(backend: str, error: Exception) -> tuple[str, BaseException | None]:
@@ -126,13 +129,9 @@ def ops_for(backend: str, device: torch.device) -> SimpleNamespace:
     found = _chosen.get(key)
     if found is None:
         found = _chosen[key] = _choose(*key)
+        if found.namespace == "speceyes" and device.type in ("cpu", "cuda"):
+            decode_ops[backend, device.type == "cpu"] = found.token_separability
     return found
-
-
-def known_ops(backend: str, tensor: torch.Tensor) -> SimpleNamespace | None:
-    """:func:`ops_for` once it has chosen, without its cost; only native ops, which check their arguments themselves."""
-    table = _chosen.get((backend, "cpu" if tensor.is_cpu else "cuda"))
-    return table if table is not None and table.checks else None
 
 
 @torch.compiler.assume_constant_result

@@ -94,39 +94,6 @@ def topk_stats(
     return out
 
 
-def _decode_step(
-    logits: Tensor,
-    k: int,
-    form: str,
-    eps: float,
-    min_competitors: int,
-    valid_vocab: int | None,
-    backend: str,
-    out: Tensor,
-) -> bool:
-    """The short way of a decode step into a given ``out``: plain arguments go to the op, which checks the tensors itself.
-
-    False, with nothing written, when anything is out of the ordinary: then the full checks say what.
-    """
-    if type(logits) is not Tensor or type(out) is not Tensor or type(k) is not int or type(eps) is not float:
-        return False
-    if type(min_competitors) is not int or not 1 <= min_competitors <= MAX_K or not 1e-37 <= eps <= 1e37:
-        return False
-    if torch.compiler.is_compiling() or out.requires_grad or logits.dim() != 2:
-        return False
-    table = _backends.known_ops(backend, logits)
-    if table is None or form not in _FORMS:
-        return False
-    valid = logits.size(1) if valid_vocab is None else valid_vocab
-    if type(valid) is not int or not k <= valid <= logits.size(1):
-        return False
-    try:
-        table.token_separability(logits, k, valid, _FORMS[form], eps, min_competitors, out)
-    except ValueError:
-        return False
-    return True
-
-
 def token_separability(
     logits: Tensor,
     k: int = 64,
@@ -158,8 +125,29 @@ def token_separability(
     Tensor
         float32 [N]; +inf for a forced token (exactly one finite logit), -inf where undefined, never NaN.
     """
-    if out is not None and _decode_step(logits, k, form, eps, min_competitors, valid_vocab, backend, out):
-        return out
+    # The short way of a decode step into a given `out`: plain arguments go to the native op, which checks the tensors
+    # itself before it writes. Whatever is out of the ordinary falls through to the full checks, which say what.
+    if (
+        type(out) is Tensor
+        and type(logits) is Tensor
+        and type(k) is int
+        and type(eps) is float
+        and 1e-37 <= eps <= 1e37
+        and type(min_competitors) is int
+        and 1 <= min_competitors <= MAX_K
+        and not torch.compiler.is_compiling()
+        and logits.dim() == 2
+        and not out.requires_grad
+    ):
+        op = _backends.decode_ops.get((backend, logits.is_cpu))
+        width = logits.size(1)
+        valid = width if valid_vocab is None else valid_vocab
+        if op is not None and type(form) is str and form in _FORMS and type(valid) is int and k <= valid <= width:
+            try:
+                op(logits, k, valid, _FORMS[form], eps, min_competitors, out)
+                return out
+            except ValueError:
+                pass
     _checks.check_logits(logits)
     k = _checks.check_k(k)
     valid = _checks.check_vocab(logits, k, valid_vocab)
