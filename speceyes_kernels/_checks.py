@@ -31,6 +31,8 @@ def check_logits(logits: Tensor, name: str = "logits") -> None:
         raise TypeError(
             f"{name}: expected a 2-D float tensor, got {describe(logits)}; convert to float32, float16 or bfloat16"
         )
+    if logits.layout is not torch.strided or logits.is_nested:
+        raise TypeError(f"{name}: expected a dense tensor, got layout {logits.layout}; call .to_dense()")
     if logits.dim() != 2:
         raise ValueError(f"{name}: expected a 2-D float tensor, got {describe(logits)}; use shape [rows, vocabulary]")
     if logits.shape[1] > MAX_VOCAB:

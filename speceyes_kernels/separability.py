@@ -87,6 +87,8 @@ def topk_stats(
     if out is None:
         out = empty_stats(logits.shape[0], logits.device)
     else:
+        if not isinstance(out, tuple) or len(out) != len(TopkStats._fields):
+            raise TypeError(f"out: expected a TopkStats of six tensors, got {_checks.describe(out)}")
         for name, tensor, dtype in zip(TopkStats._fields, out, STATS_DTYPES, strict=True):
             _checks.check_out(tensor, (logits.shape[0],), dtype, logits.device, f"out.{name}")
         out = TopkStats(*out)

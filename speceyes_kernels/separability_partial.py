@@ -12,6 +12,8 @@ from torch import Tensor
 from . import _backends, _checks
 from .separability import Backend, Form, TopkStats, empty_stats
 
+_MAX_OFFSET = 1 << 62
+
 
 class PartialTopk(NamedTuple):
     """What one vocabulary shard knows of N rows: values float32 [N, k] descending (missing: -inf), argmax int64 [N]
@@ -47,8 +49,8 @@ def partial_topk(
     _checks.check_logits(logits_shard, "logits_shard")
     k = _checks.check_k(k)
     offset = _checks.as_int(offset, "offset", "an int >= 0")
-    if offset < 0:
-        raise ValueError(f"offset: expected an int >= 0, got {offset}")
+    if not 0 <= offset <= _MAX_OFFSET:
+        raise ValueError(f"offset: expected an int in 0..2**62, got {offset}")
     rows, width = logits_shard.shape
     if valid_vocab is not None:
         valid_vocab = _checks.as_int(valid_vocab, "valid_vocab", "None or an int")

@@ -155,6 +155,9 @@ CU = torch.tensor([0, 3])
             ValueError,
             r"expected a 2-D float tensor, got a 1-D float32 tensor of shape",
         ),
+        (lambda: sk.topk_stats(LOGITS.to_sparse()), TypeError, r"logits: expected a dense tensor, got layout"),
+        (lambda: sk.topk_stats(LOGITS, out=5), TypeError, r"out: expected a TopkStats of six tensors, got int 5"),
+        (lambda: sk.partial_topk(LOGITS, offset=2**63 - 10), ValueError, r"offset: expected an int in 0..2\*\*62"),
         (lambda: sk.topk_stats(LOGITS, 1), ValueError, r"k: expected an int in 2..256, got 1"),
         (lambda: sk.topk_stats(LOGITS, 257), ValueError, r"k: expected an int in 2..256, got 257"),
         (lambda: sk.topk_stats(LOGITS, 64.0), TypeError, r"k: expected an int"),
@@ -236,7 +239,7 @@ CU = torch.tensor([0, 3])
             r"bottom_share: expected a number in",
         ),
         (lambda: sk.answer_separability(LOGITS, CU, bottom_rounding="up"), ValueError, r"bottom_rounding: expected"),
-        (lambda: sk.partial_topk(LOGITS, offset=-1), ValueError, r"offset: expected an int >= 0, got -1"),
+        (lambda: sk.partial_topk(LOGITS, offset=-1), ValueError, r"offset: expected an int in 0..2\*\*62, got -1"),
         (lambda: sk.merge_partials([]), ValueError, r"partials: expected a non-empty list of PartialTopk"),
         (
             lambda: sk.merge_partials(sk.partial_topk(LOGITS, offset=0)),
