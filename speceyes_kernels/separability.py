@@ -43,6 +43,7 @@ STATS_DTYPES = (torch.float32, torch.int64, torch.float32, torch.float32, torch.
 
 
 def empty_stats(rows: int, device: torch.device) -> TopkStats:
+    """Uninitialised statistics of ``rows`` rows, to be written by an op."""
     return TopkStats(*(torch.empty(rows, dtype=d, device=device) for d in STATS_DTYPES))
 
 
@@ -126,6 +127,11 @@ def token_separability(
     -------
     Tensor
         float32 [N]; +inf for a forced token (exactly one finite logit), -inf where undefined, never NaN.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As :func:`topk_stats`; also for ``form``, ``eps``, ``min_competitors`` and an unfit ``out``.
     """
     # The short way of a decode step into a given `out`: plain arguments go to the native op, which checks the tensors
     # itself before it writes. Whatever is out of the ordinary falls through to the full checks, which say what.
@@ -203,6 +209,12 @@ def answer_separability(
     -------
     Tensor
         float32 [answers] for one pool name, [len(pool), answers] for a sequence. An answer without tokens is -inf.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As :func:`token_separability`; also for unknown or repeated pool names, ``cu_seqlens`` that do not rise from 0 to
+        N (CPU), a mask of another shape or dtype, and a ``bottom_share`` outside (0, 1].
     """
     _checks.check_logits(logits)
     k = _checks.check_k(k)

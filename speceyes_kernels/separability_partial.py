@@ -45,6 +45,11 @@ def partial_topk(
     -------
     PartialTopk
         To be gathered and given to :func:`merge_partials`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As :func:`topk_stats`, but that ``k`` may exceed the shard's columns; also for ``offset``.
     """
     _checks.check_logits(logits_shard, "logits_shard")
     k = _checks.check_k(k)
@@ -121,7 +126,12 @@ def merge_partials(partials: Sequence[PartialTopk], *, backend: Backend = "auto"
     Returns
     -------
     TopkStats
-        As :func:`topk_stats` of the unsharded logits: all fields bit-equal but ``lse``, which is within 1e-6.
+        As :func:`topk_stats` of the unsharded logits: all fields bit-equal but ``lse``, which is within 1e-6 (relative).
+
+    Raises
+    ------
+    TypeError, ValueError
+        No partials, or partials whose shapes, dtypes or devices do not fit together.
     """
     return _merge(partials, "exclude_top1", 1e-6, 8, backend)[0]
 

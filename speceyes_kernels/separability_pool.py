@@ -127,6 +127,12 @@ class SeparabilityPool:
         -------
         Tensor
             float32 [N, 2]: separability and log-probability of the top token of every row, skipped ones included.
+
+        Raises
+        ------
+        TypeError, ValueError
+            Before anything is changed: unfit logits, slots of another length, dtype or device or (CPU) out of range, a
+            mask that does not fit.
         """
         _checks.check_logits(logits)
         if logits.device != self.device:
