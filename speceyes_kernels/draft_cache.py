@@ -5,6 +5,8 @@ Sources: AgentSpec (arXiv 2608.24004) for the scopes; the estimator is this proj
 
 from __future__ import annotations
 
+import hashlib
+import operator
 import weakref
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
@@ -34,19 +36,11 @@ class Drafts(NamedTuple):
     survival: Tensor
 
 
-class _Names:
-    """Hashable names of callers to the integers of the native side, for as long as they are in use."""
-
-    def __init__(self) -> None:
-        self._of: dict[Hashable, int] = {}
-        self._next = 1
-
-    def get(self, name: Hashable) -> int:
-        number = self._of.get(name)
-        if number is None:
-            number = self._of[name] = self._next
-            self._next += 1
-        return number
+def _scope(*names: Hashable) -> int:
+    """The native side's number of an agent or query: a 63-bit hash, so that names cost no memory when they are gone."""
+    plain = [operator.index(n) if hasattr(n, "__index__") else n for n in names]  # numpy's ints are ints
+    digest = hashlib.blake2b(repr(plain).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 class DraftCache:
@@ -114,7 +108,6 @@ class DraftCache:
         self.max_tokens, self.max_depth, self.strict_isolation = max_tokens, max_depth, strict_isolation
         self._requests: dict[Hashable, int] = {}
         self._next_request = 1
-        self._scopes = _Names()
 
     def start(
         self,
@@ -133,7 +126,7 @@ class DraftCache:
             Not running yet.
         prompt_ids : sequence of int
             Token ids [n].
-        agent_id, query_id : hashable, optional
+        agent_id, query_id : int or str, optional
             Whose response it will be, and to which task; None is a name like any other.
         structure : Structure or str, optional
             Delimiters of the response's semantic blocks (see :class:`StructureTracker`); needs the cache's
@@ -153,8 +146,8 @@ class DraftCache:
             structure = Structure(structure)
         number = self._next_request
         self._next_request += 1
-        agent = self._scopes.get(("agent", agent_id))
-        query = self._scopes.get(("query", agent_id, query_id))
+        agent = _scope("agent", agent_id)
+        query = _scope("query", agent_id, query_id)
         blocks = 0 if structure is None else structure._handle
         self._ops.draft_cache_start(self._handle, number, prompt, agent, query, blocks)
         self._requests[request_id] = number
@@ -251,8 +244,8 @@ class DraftCache:
 
     def forget(self, agent_id: Hashable, query_id: Hashable | None = None) -> None:
         """Drops the ended responses of one query, or of a whole agent when ``query_id`` is None."""
-        agent = self._scopes.get(("agent", agent_id))
-        query = self._scopes.get(("query", agent_id, query_id))
+        agent = _scope("agent", agent_id)
+        query = _scope("query", agent_id, query_id)
         self._ops.draft_cache_forget(self._handle, agent, query, query_id is not None)
 
     def stats(self) -> dict[str, int]:

@@ -93,7 +93,9 @@ class DraftCacheMachine(RuleBasedStateMachine):
 
 
 TestDraftCache = DraftCacheMachine.TestCase
-TestDraftCache.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)  # floors that no product of shares equals
+TestDraftCache.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None
+)  # floors that no product of shares equals
 
 
 def test_results_do_not_depend_on_the_thread_count():
@@ -237,3 +239,18 @@ def test_budget_takes_the_best_positions_of_the_batch():
     assert (
         int(shared.propose(requests, max_draft_tokens=16, plain_tokens=4096).lengths.sum()) == 0
     )  # no room: no drafts
+
+
+def test_names_of_scopes():
+    """Equal names are one scope, whatever kind of int; a number and its text are two; a forgotten query leaves nothing."""
+    cache = DraftCache(estimator="counts", policy=None)
+    for r, (agent, query) in enumerate([(1, "q"), (np.int64(1), "q"), ("1", "q")]):
+        cache.start(r, [5], agent_id=agent, query_id=query)
+        cache.extend([r], [[6, 7]])
+        cache.stop(r)
+    assert cache.stats()["ended_responses"] == 3
+    cache.forget(np.int32(1), "q")
+    assert cache.stats()["ended_responses"] == 1
+    cache.forget("1")
+    stats = cache.stats()
+    assert stats["ended_responses"] == stats["tokens"] == stats["nodes"] == 0

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from separability_cases import ALL_POOLS, DTYPES, edge_rows
+from separability_cases import ALL_POOLS, DTYPES, edge_batch, edge_rows, padded
 
 import speceyes_kernels as sk
 from speceyes_kernels.separability_reference import row_table
@@ -77,6 +77,19 @@ def test_closed_forms():
     tied = torch.full((1, 70), 2.0)
     tied[0, 5] = 2.5
     assert sk.token_separability(tied, backend="reference").item() == pytest.approx(0.5 / 1e-6, rel=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_columns_past_the_valid_vocabulary_do_not_exist(dtype, backend):
+    batch = edge_batch(257, dtype)
+    want = sk.token_separability(batch, backend=backend)
+    stats = sk.topk_stats(batch, backend=backend)
+    for name, wide in padded(batch):
+        got = sk.token_separability(wide, valid_vocab=257, backend=backend)
+        assert torch.equal(got.view(torch.int32), want.view(torch.int32)), name
+        for a, b in zip(sk.topk_stats(wide, valid_vocab=257, backend=backend), stats, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 
 def test_ties_keep_exactly_k_values():
