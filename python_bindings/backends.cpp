@@ -65,6 +65,8 @@ void CpuBackend::check_answers(Index cu, int64_t answers, int64_t rows) {
       bad_argument("cu_seqlens: expected ascending row numbers from 0 to ", rows, ", got ", row, " at position ", a);
     last = row;
   }
+  if (at(cu, 0) != 0 || last != rows)
+    bad_argument("cu_seqlens: expected row numbers from 0 to ", rows, ", got ", at(cu, 0), " to ", last);
 }
 
 }  // namespace speceyes::binding

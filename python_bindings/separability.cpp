@@ -23,6 +23,8 @@ void topk_stats(const Tensor& logits, int64_t k, int64_t valid_vocab, const Tens
   out.std = dense<float>(std, "std", place, {x.rows});
   out.lse = dense<float>(lse, "lse", place, {x.rows});
   out.count = dense<int32_t>(count, "count", place, {x.rows});
+  check_apart(x, {extent(top1, "top1"), extent(argmax, "argmax"), extent(mean, "mean"), extent(std, "std"),
+                  extent(lse, "lse"), extent(count, "count")});
   Backend(logits).rows(x, p, out);
 }
 
@@ -33,6 +35,7 @@ void token_separability(const Tensor& logits, int64_t k, int64_t valid_vocab, bo
   const ScoreParams p = score_params(k, valid_vocab, include_top1, eps, min_competitors);
   RowOut out;
   out.score = dense<float>(scores, "out", place_of(logits), {x.rows});
+  check_apart(x, {extent(scores, "out")});
   Backend(logits).rows(x, p, out);
 }
 
@@ -54,6 +57,9 @@ void answer_separability(const Tensor& logits, const Tensor& cu_seqlens, Tensors
   job.out = dense<float>(pooled, "out", place, {job.query.num_pools, job.answers});
   RowOut out;
   out.records = dense<float>(records, "records", place, {x.rows, 2});
+  const Extent cu = extent(cu_seqlens, "cu_seqlens");
+  check_apart(x, {extent(records, "records"), extent(pooled, "out")},
+              {cu, token_mask.has_value() ? extent(*token_mask, "token_mask") : cu});
   Backend(logits).rows(x, p, out, job);
 }
 
@@ -121,6 +127,7 @@ void partial_topk(const Tensor& logits, int64_t k, int64_t valid_vocab, int64_t 
   out.values = dense<float>(values, "values", place, {x.rows, k});
   out.argmax = dense<int64_t>(argmax, "argmax", place, {x.rows});
   out.lse = dense<float>(lse, "lse", place, {x.rows});
+  check_apart(x, {extent(values, "values"), extent(argmax, "argmax"), extent(lse, "lse")});
   out.argmax_offset = offset;
   Backend(logits).rows(x, p, out);
 }

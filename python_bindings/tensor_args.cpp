@@ -70,6 +70,42 @@ void bad_tensor(const Tensor& t, const char* name, int32_t dtype, Shape shape, P
                describe(place), ", got ", describe(t));
 }
 
+Extent extent(const Tensor& t, const char* name) {
+  const char* begin = static_cast<const char*>(t.data_ptr());
+  return {name, begin, begin + t.numel() * int64_t(t.element_size())};
+}
+
+static bool overlap(const Extent& a, const Extent& b) {
+  return a.begin < a.end && b.begin < b.end && a.begin < b.end && b.begin < a.end;
+}
+
+static bool overlap(const separability::Logits& x, const Extent& out) {
+  if (x.rows == 0 || out.begin == out.end) return false;
+  const int64_t bytes = x.dtype == DType::kFloat32 ? 4 : 2;
+  int64_t outer = x.rows, step = x.row_stride * bytes, inner = x.vocab, inner_step = x.col_stride * bytes;
+  if (inner_step > step) std::swap(outer, inner), std::swap(step, inner_step);
+  const int64_t length = (inner - 1) * inner_step + bytes;
+  const int64_t low = out.begin - static_cast<const char*>(x.data), high = low + (out.end - out.begin);
+  // The first run that ends after the output begins must not begin before the output ends.
+  int64_t run = 0;
+  if (low >= length) run = step == 0 ? outer : (low - length) / step + 1;
+  return run < outer && run * step < high;
+}
+
+void check_apart(const separability::Logits& x, std::initializer_list<Extent> written,
+                 std::initializer_list<Extent> read) {
+  const auto refuse = [](const Extent& out, const char* other) {
+    bad_argument(out.name, ": expected memory of its own, got a tensor that shares memory with ", other);
+  };
+  for (const Extent* out = written.begin(); out != written.end(); out++) {
+    if (overlap(x, *out)) refuse(*out, "logits");
+    for (const Extent* other = written.begin(); other != out; other++)
+      if (overlap(*other, *out)) refuse(*out, other->name);
+    for (const Extent& input : read)
+      if (overlap(input, *out)) refuse(*out, input.name);
+  }
+}
+
 separability::Logits logits_arg(const Tensor& t, int64_t valid_vocab) {
   const int32_t code = dtype_of(t);
   const bool f32 = code == aoti_torch_dtype_float32(), f16 = code == aoti_torch_dtype_float16();

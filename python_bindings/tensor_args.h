@@ -76,6 +76,18 @@ T* dense(const Tensor& t, const char* name, Place place, Shape shape) {
   return static_cast<T*>(t.data_ptr());
 }
 
+// Bytes from one pointer to another. For a dense tensor those of its elements.
+struct Extent {
+  const char* name;
+  const char* begin;
+  const char* end;
+};
+Extent extent(const Tensor& t, const char* name);
+// Refuses a written extent (a dense output) that shares memory with another one, with a read one or with the logits.
+// Rows of logits that are a wide stride apart leave room between them; columns do not.
+void check_apart(const separability::Logits& x, std::initializer_list<Extent> written,
+                 std::initializer_list<Extent> read = {});
+
 separability::Logits logits_arg(const Tensor& t, int64_t valid_vocab);
 separability::ScoreParams score_params(int64_t k, int64_t valid_vocab, bool include_top1, double eps,
                                        int64_t min_competitors);

@@ -7,7 +7,6 @@ one that cannot load says why, with the original error chained.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
@@ -24,8 +23,11 @@ class BackendUnavailable(RuntimeError):
 _loaded: dict[str, SimpleNamespace] = {}
 _failed: dict[str, tuple[str, BaseException | None]] = {}
 _chosen: dict[tuple[str, str], SimpleNamespace] = {}
-#: (backend, on the CPU) -> the native token_separability, once chosen: what a decode step may call without all checks.
-decode_ops: dict[tuple[str, bool], Callable[..., None]] = {}
+#: (backend, on the CPU) -> the native ops, once chosen. They check their tensors themselves and raise ValueError before
+#: they write, so that a decode step with plain arguments may call them without the checks of the public functions.
+decode_ops: dict[tuple[str, bool], SimpleNamespace] = {}
+#: What the native ops raise for arguments that they do not take (the second: a layout without a kernel, sparse say).
+REFUSED = (ValueError, NotImplementedError)
 #: Device types that a backend's kernels take; the others take any.
 _DEVICES = {"cpu": ("cpu",), "cuda": ("cuda",)}
 
@@ -77,6 +79,8 @@ def ops(backend: str) -> SimpleNamespace:
     BackendUnavailable
         The backend cannot load here.
     """
+    if not isinstance(backend, str):
+        raise TypeError(f"backend: expected 'auto' or one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
     found = _loaded.get(backend)
     if found is not None:
         return found
@@ -125,12 +129,14 @@ def ops_for(backend: str, device: torch.device) -> SimpleNamespace:
     """
     if torch.compiler.is_compiling():
         return getattr(torch.ops, _namespace_for(backend, device.type))  # one overload each: the packet is as good
+    if not isinstance(backend, str):
+        ops(backend)  # says so
     key = backend, device.type
     found = _chosen.get(key)
     if found is None:
         found = _chosen[key] = _choose(*key)
         if found.namespace == "speceyes" and device.type in ("cpu", "cuda"):
-            decode_ops[backend, device.type == "cpu"] = found.token_separability
+            decode_ops[backend, device.type == "cpu"] = found
     return found
 
 

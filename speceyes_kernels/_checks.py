@@ -24,6 +24,11 @@ def describe(x: object) -> str:
     return f"{type(x).__name__} {x!r}"[:120]
 
 
+def check_dense(tensor: Tensor, name: str) -> None:
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        raise TypeError(f"{name}: expected a dense tensor, got layout {tensor.layout}; call .to_dense()")
+
+
 def check_logits(logits: Tensor, name: str = "logits") -> None:
     if not isinstance(logits, Tensor):
         raise TypeError(f"{name}: expected a 2-D float tensor, got {describe(logits)}; pass a torch.Tensor")
@@ -31,8 +36,7 @@ def check_logits(logits: Tensor, name: str = "logits") -> None:
         raise TypeError(
             f"{name}: expected a 2-D float tensor, got {describe(logits)}; convert to float32, float16 or bfloat16"
         )
-    if logits.layout is not torch.strided or logits.is_nested:
-        raise TypeError(f"{name}: expected a dense tensor, got layout {logits.layout}; call .to_dense()")
+    check_dense(logits, name)
     if logits.dim() != 2:
         raise ValueError(f"{name}: expected a 2-D float tensor, got {describe(logits)}; use shape [rows, vocabulary]")
     if logits.shape[1] > MAX_VOCAB:
@@ -97,6 +101,7 @@ def check_out(out: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: t
         raise TypeError(f"{name}: expected a tensor, got {describe(out)}")
     if out.dtype is not dtype:
         raise TypeError(f"{name}: expected dtype {dtype}, got {describe(out)}")
+    check_dense(out, name)
     if out.shape != shape or out.device != device or not out.is_contiguous():
         raise ValueError(
             f"{name}: expected a contiguous tensor of shape {shape} on {device}, got {describe(out)}"
@@ -106,11 +111,43 @@ def check_out(out: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: t
         raise ValueError(f"{name}: expected a tensor without requires_grad, got one with it; the ops have no gradient")
 
 
+def _reach(tensor: Tensor, begin: int, end: int) -> bool:
+    """Whether bytes begin..end - 1 hold elements of a tensor; exact but for gaps within a run of its inner dimension."""
+    dims = sorted(zip(tensor.stride(), tensor.shape, strict=True), reverse=True)
+    size = tensor.element_size()
+    low, high = begin - tensor.data_ptr(), end - tensor.data_ptr()
+    (step, runs), inner = (dims[0], dims[1:]) if dims else ((0, 1), [])
+    step *= size
+    length = sum(stride * (n - 1) for stride, n in inner) * size + size
+    # The first run that ends after the bytes begin must not begin before they end.
+    run = 0 if low < length else runs if step == 0 else (low - length) // step + 1
+    return run < runs and run * step < high
+
+
+def check_apart(written: dict[str, Tensor], read: dict[str, Tensor | None]) -> None:
+    """Refuses outputs (contiguous) that share memory with each other or with an input."""
+    if torch.compiler.is_compiling():  # traced tensors have no memory
+        return
+    seen = dict(read)
+    for name, out in written.items():
+        if out.numel() and type(out) is Tensor and not out.is_meta:
+            begin = out.data_ptr()
+            end = begin + out.numel() * out.element_size()
+            for other_name, other in seen.items():
+                if other is not None and other.device == out.device and other.numel() and _reach(other, begin, end):
+                    raise ValueError(
+                        f"{name}: expected memory of its own, got a tensor that shares memory with {other_name}; "
+                        "pass a fresh one"
+                    )
+        seen[name] = out
+
+
 def check_mask(mask: Tensor | None, rows: int, device: torch.device, name: str) -> None:
     if mask is None:
         return
     if not isinstance(mask, Tensor) or mask.dtype is not torch.bool:
         raise TypeError(f"{name}: expected a bool tensor of shape ({rows},), got {describe(mask)}")
+    check_dense(mask, name)
     if mask.shape != (rows,) or mask.device != device:
         raise ValueError(f"{name}: expected a bool tensor of shape ({rows},) on {device}, got {describe(mask)}")
 
@@ -130,6 +167,37 @@ def check_pools(pools: str | Sequence[str], name: str = "pool") -> list[int]:
     return [POOL_IDS[p] for p in names]
 
 
+#: Every right spelling of the pools but lists -> their numbers: the 5 names and the 325 tuples of them.
+_POOL_SETS: dict[str | tuple[str, ...], list[int]] = {name: [number] for name, number in POOL_IDS.items()}
+_POOL_SETS |= {
+    names: [POOL_IDS[name] for name in names]
+    for length in range(1, len(POOL_IDS) + 1)
+    for names in itertools.permutations(POOL_IDS, length)
+}
+
+
+def pool_ids(pools: object) -> list[int] | None:
+    """What `check_pools` gives, by one look-up (not to be changed); None: ask `check_pools`."""
+    if type(pools) is not str and type(pools) is not tuple:
+        return None
+    try:
+        return _POOL_SETS.get(pools)
+    except TypeError:  # a tuple that cannot be hashed
+        return None
+
+
+def plain_score(form: object, eps: object, min_competitors: object) -> bool:
+    """Whether the native ops take these arguments of a score as they are."""
+    return (
+        type(eps) is float
+        and 1e-37 <= eps <= 1e37
+        and type(min_competitors) is int
+        and 1 <= min_competitors <= MAX_K
+        and type(form) is str
+        and form in FORMS
+    )
+
+
 def check_bottom(share: float, rounding: str) -> bool:
     share = as_number(share, "bottom_share", "a number in (0, 1]")
     if not 0.0 < share <= 1.0:
@@ -147,6 +215,7 @@ def readable(tensor: Tensor) -> bool:
 def check_cu_seqlens(cu_seqlens: Tensor, rows: int, device: torch.device) -> None:
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"cu_seqlens: expected an int32 or int64 tensor [answers + 1], got {describe(cu_seqlens)}")
+    check_dense(cu_seqlens, "cu_seqlens")
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1 or cu_seqlens.device != device:
         raise ValueError(
             f"cu_seqlens: expected a 1-D tensor of answers + 1 entries on {device}, got {describe(cu_seqlens)}"

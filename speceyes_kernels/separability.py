@@ -17,7 +17,7 @@ from torch import Tensor
 
 from . import _backends, _checks
 from ._checks import FORMS as _FORMS
-from ._checks import MAX_K
+from ._checks import MAX_VOCAB
 
 Form = Literal["exclude_top1", "include_top1"]
 Pool = Literal["min", "mean", "bottom", "log", "min_logprob"]
@@ -68,7 +68,7 @@ def topk_stats(
     backend : str
         ``"auto"``, ``"reference"``, ``"cpu"``, ``"triton"`` or ``"cuda"``.
     out : TopkStats, optional
-        Tensors to write into.
+        Tensors to write into; their memory overlaps neither the logits' nor each other's.
 
     Returns
     -------
@@ -93,6 +93,7 @@ def topk_stats(
         for name, tensor, dtype in zip(TopkStats._fields, out, STATS_DTYPES, strict=True):
             _checks.check_out(tensor, (logits.shape[0],), dtype, logits.device, f"out.{name}")
         out = TopkStats(*out)
+        _checks.check_apart({f"out.{name}": t for name, t in out._asdict().items()}, {"logits": logits})
     _backends.ops_for(backend, logits.device).topk_stats(logits, k, valid, *out)
     return out
 
@@ -139,22 +140,20 @@ def token_separability(
         type(out) is Tensor
         and type(logits) is Tensor
         and type(k) is int
-        and type(eps) is float
-        and 1e-37 <= eps <= 1e37
-        and type(min_competitors) is int
-        and 1 <= min_competitors <= MAX_K
+        and type(backend) is str
+        and _checks.plain_score(form, eps, min_competitors)
         and not torch.compiler.is_compiling()
         and logits.dim() == 2
         and not out.requires_grad
     ):
-        op = _backends.decode_ops.get((backend, logits.is_cpu))
+        ops = _backends.decode_ops.get((backend, logits.is_cpu))
         width = logits.size(1)
         valid = width if valid_vocab is None else valid_vocab
-        if op is not None and type(form) is str and form in _FORMS and type(valid) is int and k <= valid <= width:
+        if ops is not None and type(valid) is int and k <= valid <= width <= MAX_VOCAB:
             try:
-                op(logits, k, valid, _FORMS[form], eps, min_competitors, out)
+                ops.token_separability(logits, k, valid, _FORMS[form], eps, min_competitors, out)
                 return out
-            except ValueError:
+            except _backends.REFUSED:
                 pass
     _checks.check_logits(logits)
     k = _checks.check_k(k)
@@ -164,6 +163,7 @@ def token_separability(
         out = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
     else:
         _checks.check_out(out, (logits.shape[0],), torch.float32, logits.device)
+        _checks.check_apart({"out": out}, {"logits": logits})
     _backends.ops_for(backend, logits.device).token_separability(
         logits, k, valid, include_top1, eps, min_competitors, out
     )
@@ -216,6 +216,47 @@ def answer_separability(
         As :func:`token_separability`; also for unknown or repeated pool names, ``cu_seqlens`` that do not rise from 0 to
         N (CPU), a mask of another shape or dtype, and a ``bottom_share`` outside (0, 1].
     """
+    # The short way of plain arguments, as in token_separability.
+    if (
+        (out is None or (type(out) is Tensor and not out.requires_grad))
+        and type(logits) is Tensor
+        and type(cu_seqlens) is Tensor
+        and (token_mask is None or type(token_mask) is Tensor)
+        and type(k) is int
+        and type(backend) is str
+        and type(bottom_share) is float
+        and 0.0 < bottom_share <= 1.0
+        and (bottom_rounding == "floor" or bottom_rounding == "ceil")
+        and _checks.plain_score(form, eps, min_competitors)
+        and not torch.compiler.is_compiling()
+        and logits.dim() == 2
+    ):
+        ops, ids = _backends.decode_ops.get((backend, logits.is_cpu)), _checks.pool_ids(pool)
+        rows, width = logits.shape
+        valid = width if valid_vocab is None else valid_vocab
+        answers, single = cu_seqlens.numel() - 1, type(pool) is str
+        if (
+            ops is not None
+            and ids is not None
+            and type(valid) is int
+            and k <= valid <= width <= MAX_VOCAB
+            and answers >= 0
+            and (out is None or out.dim() == 2 - single)
+        ):
+            device = logits.device
+            records = torch.empty(rows, 2, dtype=torch.float32, device=device)
+            if out is None:
+                table = torch.empty(len(ids), answers, dtype=torch.float32, device=device)
+            else:
+                table = out[None] if single else out
+            try:
+                ops.answer_separability(
+                    logits, cu_seqlens, token_mask, k, valid, _FORMS[form], eps, min_competitors, ids, bottom_share,
+                    bottom_rounding == "ceil", records, table,
+                )  # fmt: skip
+                return out if out is not None else table[0] if single else table
+            except _backends.REFUSED:
+                pass
     _checks.check_logits(logits)
     k = _checks.check_k(k)
     valid = _checks.check_vocab(logits, k, valid_vocab)
@@ -231,6 +272,7 @@ def answer_separability(
         out = torch.empty(shape, dtype=torch.float32, device=device)
     else:
         _checks.check_out(out, shape, torch.float32, device)
+        _checks.check_apart({"out": out}, {"logits": logits, "cu_seqlens": cu_seqlens, "token_mask": token_mask})
     records = torch.empty((rows, 2), dtype=torch.float32, device=device)
     _backends.ops_for(backend, device).answer_separability(
         logits, cu_seqlens.contiguous(), None if token_mask is None else token_mask.contiguous(), k, valid, include_top1,

@@ -92,6 +92,7 @@ class SeparabilityPool:
     def _check_slots(self, slots: Tensor, rows: int | None, low: int) -> Tensor:
         if not isinstance(slots, Tensor) or slots.dtype not in _INT:
             raise TypeError(f"slots: expected an int32 or int64 tensor, got {_checks.describe(slots)}")
+        _checks.check_dense(slots, "slots")
         if slots.dim() != 1 or slots.device != self.device or (rows is not None and slots.shape[0] != rows):
             wanted = "1-D tensor" if rows is None else f"tensor of shape ({rows},)"
             raise ValueError(f"slots: expected a {wanted} on {self.device}, got {_checks.describe(slots)}")
@@ -134,6 +135,26 @@ class SeparabilityPool:
             Before anything is changed: unfit logits, slots of another length, dtype or device or (CPU) out of range, a
             mask that does not fit.
         """
+        # The short way of plain arguments to a native op, which checks them itself (see token_separability).
+        if (
+            type(logits) is Tensor
+            and type(slots) is Tensor
+            and (accepted is None or type(accepted) is Tensor)
+            and not torch.compiler.is_compiling()
+            and logits.dim() == 2
+        ):
+            ops = _backends.decode_ops.get((self.backend, logits.is_cpu))
+            rows, width = logits.shape
+            if ops is not None and width <= _checks.MAX_VOCAB:
+                records = torch.empty(rows, 2, dtype=torch.float32, device=self.device)
+                try:
+                    ops.pool_update(
+                        logits, slots, accepted, self.k, self.valid_vocab or width, self._include_top1, self.eps,
+                        self.min_competitors, self.sums, self.mins, self.counts, self.scores, records,
+                    )  # fmt: skip
+                    return records
+                except _backends.REFUSED:
+                    pass
         _checks.check_logits(logits)
         if logits.device != self.device:
             raise ValueError(f"logits: expected a tensor on {self.device}, got {_checks.describe(logits)}")
@@ -174,6 +195,7 @@ class SeparabilityPool:
                 continue
             if not isinstance(tensor, Tensor) or tensor.dtype is not torch.float32:
                 raise TypeError(f"{name}: expected a float32 tensor [N], got {_checks.describe(tensor)}")
+            _checks.check_dense(tensor, name)
             if tensor.dim() != 1 or tensor.shape[0] != rows or tensor.device != self.device:
                 raise ValueError(f"{name}: expected a 1-D tensor [N] on {self.device}, got {_checks.describe(tensor)}")
         slots = self._check_slots(slots, rows, -1)

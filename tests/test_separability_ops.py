@@ -261,6 +261,182 @@ def test_errors_say_what_was_given_and_expected(call, error, text):
         call()
 
 
+def _buffer() -> torch.Tensor:
+    return torch.zeros(3, 200)
+
+
+SPARSE_SLOTS = torch.tensor([0, 1, 2]).to_sparse()
+
+
+@pytest.mark.parametrize("backend", ["auto", "cpu", "reference"])
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (
+            lambda b: sk.token_separability(LOGITS.to_sparse(), backend=b, out=torch.empty(3)),
+            TypeError,
+            "logits: .*dense",
+        ),
+        (lambda b: sk.token_separability(LOGITS, backend=b, out=torch.zeros(3).to_sparse()), TypeError, "out: .*dense"),
+        (lambda b: sk.answer_separability(LOGITS.to_sparse(), CU, backend=b), TypeError, "logits: .*dense tensor"),
+        (lambda b: sk.answer_separability(LOGITS, CU.to_sparse(), backend=b), TypeError, "cu_seqlens: .*dense tensor"),
+        (
+            lambda b: sk.answer_separability(LOGITS, CU, token_mask=(LOGITS[:, 0] == 0).to_sparse(), backend=b),
+            TypeError,
+            "token_mask: expected a dense tensor",
+        ),
+        (lambda b: sk.answer_separability(LOGITS, torch.tensor([1, 3]), backend=b), ValueError, "rise from 0 to 3"),
+        (lambda b: sk.answer_separability(LOGITS, torch.tensor([0, 2]), backend=b), ValueError, "rise from 0 to 3"),
+        (lambda b: sk.answer_separability(LOGITS, CU, pool=(["min"],), backend=b), ValueError, "pool: expected names"),
+        (
+            lambda b: sk.answer_separability(LOGITS, CU, pool=("min",), out=torch.empty(1), backend=b),
+            ValueError,
+            r"out: expected a contiguous tensor of shape \(1, 1\)",
+        ),
+        (
+            lambda b: sk.answer_separability(torch.zeros(1, 2**20 + 1), CU // 3, valid_vocab=99, backend=b),
+            ValueError,
+            "at most 1048576 columns",
+        ),
+        # Outputs in the memory of something else.
+        (
+            lambda b: sk.token_separability(x := _buffer(), out=x.view(-1)[:3], backend=b),
+            ValueError,
+            "memory with logits",
+        ),
+        (
+            lambda b: sk.token_separability((x := _buffer())[:, :100], out=x[0, 98:101], backend=b),
+            ValueError,
+            "memory with",
+        ),
+        (
+            lambda b: sk.token_separability((x := _buffer())[:, :100], out=x.view(-1)[198:201], backend=b),
+            ValueError,
+            "out: expected memory of its own, got a tensor that shares memory with logits",
+        ),
+        (
+            lambda b: sk.token_separability((x := torch.zeros(100, 3)).T, out=x[99], backend=b),
+            ValueError,
+            "shares memory with logits",
+        ),
+        (
+            lambda b: sk.answer_separability(x := _buffer(), CU, out=x[2, 199:], backend=b),
+            ValueError,
+            "out: expected memory of its own, .* with logits",
+        ),
+        (
+            lambda b: sk.answer_separability(
+                LOGITS, c := torch.tensor([0, 3]), out=c.view(torch.float32)[3:], backend=b
+            ),
+            ValueError,
+            "out: expected memory of its own, .* with cu_seqlens",
+        ),
+        (
+            lambda b: sk.topk_stats(
+                LOGITS,
+                out=(
+                    (t := torch.zeros(4))[:3],
+                    torch.zeros(3, dtype=torch.int64),
+                    torch.zeros(3),
+                    torch.zeros(3),
+                    t[1:],
+                    torch.zeros(3, dtype=torch.int32),
+                ),
+                backend=b,
+            ),
+            ValueError,
+            r"out.lse: expected memory of its own, .* with out.top1",
+        ),
+        (lambda b: sk.token_separability(LOGITS, backend=[b]), TypeError, "backend: expected 'auto' or one of"),
+        (lambda b: sk.token_separability(LOGITS, backend=[b], out=torch.empty(3)), TypeError, "backend: expected"),
+        (lambda b: sk.answer_separability(LOGITS, CU, backend=[b]), TypeError, "backend: expected 'auto' or one of"),
+        (lambda b: sk.partial_topk(LOGITS, offset=0, backend=[b]), TypeError, "backend: expected 'auto' or one of"),
+        (lambda b: sk.SeparabilityPool(1, max_tokens=1, backend=[b]), TypeError, "backend: expected 'auto' or one of"),
+        (
+            lambda b: sk.SeparabilityPool(3, max_tokens=1, backend=b).update(LOGITS, SPARSE_SLOTS),
+            TypeError,
+            "slots: expected a dense tensor",
+        ),
+        (
+            lambda b: sk.SeparabilityPool(3, max_tokens=1, backend=b).update(LOGITS.to_sparse(), torch.arange(3)),
+            TypeError,
+            "logits: expected a dense tensor",
+        ),
+        (
+            lambda b: sk.SeparabilityPool(3, max_tokens=1, backend=b).update_scores(
+                LOGITS[:, 0].to_sparse(), torch.arange(3)
+            ),
+            TypeError,
+            "scores: expected a dense tensor",
+        ),
+    ],
+)
+def test_errors_are_those_of_the_full_checks_in_every_backend(call, error, text, backend):
+    sk.token_separability(LOGITS, backend=backend)  # from here on a native backend takes plain arguments the short way
+    with pytest.raises(error, match=text):
+        call(backend)
+
+
+def test_native_ops_refuse_shared_memory_themselves():
+    """For callers of torch.ops; and what the short way relies on."""
+    native, x = ops("cpu"), _buffer()
+    with pytest.raises(ValueError, match="out: expected memory of its own, .* with logits"):
+        native.token_separability(x, 64, 200, False, 1e-6, 8, x.view(-1)[597:])
+    with pytest.raises(ValueError, match="records: expected memory of its own, .* with logits"):
+        native.answer_separability(
+            x, CU, None, 64, 200, False, 1e-6, 8, [0], 0.2, False, x[0, :6].view(3, 2), torch.empty(1, 1)
+        )
+    values = torch.empty(3, 64)
+    with pytest.raises(ValueError, match="lse: expected memory of its own, .* with values"):
+        native.partial_topk(x, 64, 200, 0, values, torch.empty(3, dtype=torch.int64), values[1, 61:])
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_outputs_between_the_rows_of_the_logits_are_fine(backend):
+    buffer = torch.randn(3, 200)
+    x, out = buffer[:, :100], buffer[1, 100:103]
+    want = sk.token_separability(x.clone(), backend=backend)
+    assert sk.token_separability(x, out=out, backend=backend) is out
+    assert torch.equal(out, want)
+    pooled = sk.answer_separability(x, CU, out=buffer[2, 100:101], backend=backend)
+    assert pooled.item() == want.min().item() == buffer[2, 100].item()
+
+
+def test_short_way_gives_what_the_full_checks_give(monkeypatch):
+    from speceyes_kernels import _backends
+
+    x, slots = edge_batch(96, torch.float32), torch.arange(edge_batch(96, torch.float32).shape[0]) % 4 - 1
+    cu, keep = torch.tensor([0, 5, 5, len(slots)]), slots % 2 == 0
+    plain = [torch.tensor([0, *range(5, len(slots), 5), len(slots)]), None]
+
+    def everything():
+        pool = sk.SeparabilityPool(3, max_tokens=90, pools=ALL_POOLS, valid_vocab=90)
+        outs = torch.empty(5, 3), torch.empty(3)
+        return [
+            sk.token_separability(x, out=torch.empty(len(x))),
+            sk.answer_separability(x, cu, 16, pool=ALL_POOLS, token_mask=keep, form="include_top1", valid_vocab=90),
+            sk.answer_separability(x, cu, pool=ALL_POOLS, bottom_share=0.5, bottom_rounding="ceil", out=outs[0]),
+            sk.answer_separability(x, cu, pool="log", out=outs[1]),
+            sk.answer_separability(x, plain[0], pool="bottom", token_mask=plain[1]),
+            sk.answer_separability(x, cu.flip(0).flip(0).int(), pool=["mean", "min"]),
+            sk.answer_separability(x, cu.repeat_interleave(2)[::2], token_mask=keep.repeat_interleave(2)[::2]),
+            pool.update(x, slots, keep),
+            pool.update(x, slots.repeat_interleave(2)[::2]),
+            pool.read(),
+            *outs,
+        ]
+
+    short = everything()
+    assert short[2] is short[-2] and short[3] is short[-1]
+
+    class Nothing(dict):
+        def __setitem__(self, key, value): ...
+
+    monkeypatch.setattr(_backends, "decode_ops", Nothing())
+    for a, b in zip(short, everything(), strict=True):
+        assert a.shape == b.shape and torch.equal(a.nan_to_num(7), b.nan_to_num(7))
+
+
 def test_pool_errors_change_nothing():
     pool = sk.SeparabilityPool(4, max_tokens=2, pools=ALL_POOLS)
     pool.update(LOGITS, torch.tensor([0, 1, 2]))
