@@ -10,7 +10,6 @@ probability 0.1, 32 tokens. Without trace files: synthetic rollouts, and the out
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import os
 import platform
@@ -27,22 +26,18 @@ from speceyes_kernels.replay import Arctic, Drafter, DrafterError, FolderTokeniz
 TRACES = Path(__file__).resolve().parents[2] / "shared" / "traces"
 NAMES = ("humaneval", "tau-airline", "game24", "intercode-sql")
 STEP, ROUNDS = 3, 16  # tokens a request and round: about what a drafted step yields
-HAS_BUDGET = "token_budget" in inspect.signature(DraftCache.propose).parameters
 
 
 class Budgeted(Ours):
-    """Ours with a bound on the drafts of the batch: the cache's own where it has one, else an equal cap a request."""
+    """Ours with a bound on the drafts of the batch."""
 
-    def __init__(self, token_budget: int, live: int, **settings) -> None:
+    def __init__(self, token_budget: int, **settings) -> None:
         super().__init__(theta=0.0, cap=32, **settings)
-        self.asked = {"token_budget": token_budget, "max_draft_tokens": 32}
-        if HAS_BUDGET:
-            self.cache.policy = "survival"  # a replay's drafter leaves the budget to the replay
-        else:
-            self.asked = {"max_draft_tokens": max(1, token_budget // live)}
+        self.token_budget = token_budget
+        self.cache.policy = "survival"  # a replay's drafter leaves the budget to the replay
 
     def propose(self, requests):
-        drafts = self.cache.propose(requests, **self.asked)
+        drafts = self.cache.propose(requests, token_budget=self.token_budget, max_draft_tokens=32)
         lengths = drafts.lengths.tolist()
         return [row[:n] for row, n in zip(drafts.tokens.tolist(), lengths, strict=True)], None
 
@@ -111,30 +106,37 @@ def fill(drafter: Drafter, ended: list[tuple], live: list[tuple]) -> dict[str, f
     }
 
 
+def judged_by(drafter: Drafter) -> int:
+    """Positions looked at so far in order to propose; 0 for others' drafters."""
+    return drafter.cache.stats()["judged"] if isinstance(drafter, Ours) else 0
+
+
 def measure(drafters: dict[str, Drafter], ended: list[tuple], live: list[tuple]) -> dict[str, dict]:
     ids = [("live", i) for i in range(len(live))]
     out = {label: fill(d, ended, live) for label, d in drafters.items()}
-    times: dict[str, list[tuple[float, float, int]]] = {label: [] for label in drafters}
+    times: dict[str, list[tuple[float, float, int, int]]] = {label: [] for label in drafters}
     right = dict.fromkeys(drafters, 0)
     for round_ in range(ROUNDS):
         at = 8 + STEP * round_
         new = [c[1][at : at + STEP] for c in live]
         for label, drafter in drafters.items():
+            judged = judged_by(drafter)
             t0 = time.perf_counter()
             drafts, _ = drafter.propose(ids)
             t1 = time.perf_counter()
             drafter.extend(ids, new)
             t2 = time.perf_counter()
-            times[label].append((t1 - t0, t2 - t1, sum(map(len, drafts))))
+            times[label].append((t1 - t0, t2 - t1, sum(map(len, drafts)), judged_by(drafter) - judged))
             for (_, response, _, _), draft in zip(live, drafts, strict=True):
                 truth = response[at : at + len(draft)].tolist()
                 right[label] += next((k for k, t in enumerate(truth) if t != draft[k]), len(truth))
     for label, rows in times.items():
-        propose, update, drafted = np.median(np.asarray(rows), axis=0)
+        propose, update, drafted, judged = np.median(np.asarray(rows), axis=0)
         out[label] |= {
             "propose_us_per_request": 1e6 * propose / len(live),
             "propose_ms": 1e3 * propose,
             "update_us_per_token": 1e6 * update / (STEP * len(live)),
+            "judged": judged,
             "drafted": drafted,
             "accepted": right[label] / ROUNDS,
         }
@@ -143,12 +145,14 @@ def measure(drafters: dict[str, Drafter], ended: list[tuple], live: list[tuple])
 
 def show(title: str, figures: dict[str, dict], rival: str | None) -> None:
     print(f"\n{title}")
-    print(f"{'':34}{'us/request':>11}{'ms':>8}{'update us/tok':>15}{'drafted':>9}{'accepted':>10}{'bytes/tok':>11}")
+    print(
+        f"{'':34}{'us/request':>11}{'ms':>8}{'update us/tok':>15}{'judged':>9}{'drafted':>9}{'accepted':>10}{'bytes/tok':>11}"
+    )
     for label, f in figures.items():
         size = "-" if f["bytes_per_token"] is None else f"{f['bytes_per_token']:.0f}"
         print(
             f"{label:34}{f['propose_us_per_request']:11.2f}{f['propose_ms']:8.2f}{f['update_us_per_token']:15.2f}"
-            f"{f['drafted']:9.0f}{f['accepted']:10.0f}{size:>11}"
+            f"{f['judged'] or float('nan'):9.0f}{f['drafted']:9.0f}{f['accepted']:10.0f}{size:>11}"
         )
     if rival is None:
         return
@@ -211,18 +215,17 @@ def main() -> None:
         "cpu": platform.processor() or platform.machine(),
         "threads": args.threads,
         "load_before": os.getloadavg()[0],
-        "token_budget": "the cache's own" if HAS_BUDGET else "not in DraftCache yet: an equal cap a request instead",
     }
     results: dict[str, dict] = {}
     for live_count in args.requests:
         ended, live = split(rollouts, live_count)
         budget = 8 * live_count
         drafters: dict[str, Drafter] = {
-            f"counts, {budget} tokens": Budgeted(budget, live_count, estimator="counts", token_bytes=token_bytes),
-            f"mixer, {budget} tokens": Budgeted(budget, live_count, token_bytes=token_bytes),
+            f"counts, {budget} tokens": Budgeted(budget, estimator="counts", token_bytes=token_bytes),
+            f"mixer, {budget} tokens": Budgeted(budget, token_bytes=token_bytes),
             "mixer, theta 0.25, cap 32": Thresholded(theta=0.25, token_bytes=token_bytes),
             f"strict counts, {budget} tokens": Budgeted(
-                budget, live_count, estimator="counts", strict=True, token_bytes=token_bytes
+                budget, estimator="counts", strict=True, token_bytes=token_bytes
             ),
         }
         rival = "arctic, depth 64"

@@ -1,21 +1,11 @@
 // torch ops of the draft budget; CPU tensors, outputs are arguments.
-#include "../csrc/drafting/budget.h"
-
 #include <torch/csrc/stable/library.h>
 
+#include "budget_args.h"
 #include "tensor_args.h"
 
 namespace speceyes::binding {
 namespace {
-
-drafting::Step step_of(int64_t plain_tokens, int64_t token_budget, double intensity, double slope) {
-  if (plain_tokens < 0 || plain_tokens > INT32_MAX)
-    bad_argument("plain_tokens: expected 0 to 2^31 - 1, got ", plain_tokens);
-  if (token_budget > INT32_MAX) bad_argument("token_budget: expected at most 2^31 - 1, got ", token_budget);
-  if (!(intensity > 0)) bad_argument("intensity: expected a number above 0, got ", intensity);
-  if (!(slope >= 0)) bad_argument("slope: expected a number of at least 0, got ", slope);
-  return {plain_tokens, token_budget, {intensity, slope}};
-}
 
 int32_t rows_of(const Tensor& lengths) {
   if (lengths.dim() != 1 || lengths.size(0) > (1 << 24))
@@ -25,7 +15,7 @@ int32_t rows_of(const Tensor& lengths) {
 
 int64_t budget_survival(const Tensor& survival, const Tensor& lengths, int64_t plain_tokens, int64_t token_budget,
                         double intensity, double slope, double min_survival, const Tensor& out) {
-  const auto step = step_of(plain_tokens, token_budget, intensity, slope);
+  const auto step = step_arg(plain_tokens, token_budget, intensity, slope);
   const Place place = place_of(out);
   const int32_t rows = rows_of(lengths);
   const int64_t width = survival.dim() == 2 ? survival.size(1) : 0;
@@ -40,9 +30,8 @@ int64_t budget_survival(const Tensor& survival, const Tensor& lengths, int64_t p
 int64_t budget_agentspec(const Tensor& found, const Tensor& agreeing, const Tensor& prefix, const Tensor& lengths,
                          int64_t plain_tokens, int64_t token_budget, double intensity, double alpha, double gmin,
                          bool algorithm2, const Tensor& out) {
-  const auto step = step_of(plain_tokens, token_budget, intensity, 0);
-  if (!(alpha >= 0 && alpha < 1e15)) bad_argument("alpha: expected a number in [0, 1e15), got ", alpha);
-  if (!(gmin >= 0 && gmin <= 1)) bad_argument("gmin: expected a number in [0, 1], got ", gmin);
+  const auto step = step_arg(plain_tokens, token_budget, intensity, 0);
+  const auto params = agentspec_arg(alpha, gmin, algorithm2);
   const Place place = place_of(out);
   const int32_t rows = rows_of(lengths);
   const drafting::AgentSpecRows in{
@@ -52,7 +41,7 @@ int64_t budget_agentspec(const Tensor& found, const Tensor& agreeing, const Tens
     if (in.agreeing[r] < 0 || in.agreeing[r] > in.found[r] || in.prefix[r] < 0 || in.lengths[r] < in.prefix[r])
       bad_argument("row ", r, ": expected 0 <= agreeing <= found and 0 <= prefix <= length, got agreeing ",
                    in.agreeing[r], " of ", in.found[r], ", prefix ", in.prefix[r], " of ", in.lengths[r]);
-  return drafting::allocate_agentspec(in, step, {alpha, gmin, algorithm2}, dense<int32_t>(out, "out", place, {rows}));
+  return drafting::allocate_agentspec(in, step, params, dense<int32_t>(out, "out", place, {rows}));
 }
 
 }  // namespace

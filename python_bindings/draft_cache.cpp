@@ -1,11 +1,14 @@
 // torch ops of the draft cache. A cache is an int handle; every call on it holds its lock. torch.ops releases the
 // interpreter lock around each.
+#include <torch/csrc/stable/c/shim.h>
 #include <torch/csrc/stable/library.h>
 
+#include <algorithm>
 #include <mutex>
 
 #include "../csrc/drafting/draft_cache.h"
-#include "backends.h"
+#include "budget_args.h"
+#include "tensor_args.h"
 #include "structure_handles.h"
 
 namespace speceyes::binding {
@@ -30,6 +33,12 @@ Place cpu_place(const Tensor& t, const char* name) {
   const Place p = place_of(t);
   if (p.type != 0) bad_argument(name, ": expected a tensor on the CPU, got ", describe(t));
   return p;
+}
+
+int torch_threads() {
+  uint32_t threads = 1;
+  TORCH_ERROR_CODE_CHECK(torch_get_num_threads(&threads));
+  return int(threads);
 }
 
 // token_bytes 0: no structure is followed.
@@ -97,31 +106,33 @@ void draft_cache_forget(int64_t handle, int64_t agent, int64_t query, bool has_q
     c->cache.forget_agent(agent);
 }
 
+// policy: 0 all that was found, 1 survival, 2 agentspec.
 void draft_cache_propose(int64_t handle, const Tensor& requests, const std::optional<Tensor>& caps, double min_survival,
-                         const Tensor& tokens, const Tensor& lengths, const Tensor& survival) {
+                         int64_t policy, int64_t plain_tokens, int64_t token_budget, double intensity, double slope,
+                         double alpha, double gmin, bool algorithm2, int64_t threads, const Tensor& tokens,
+                         const Tensor& lengths, const Tensor& survival) {
   const Place place = cpu_place(requests, "requests");
   const int64_t n = requests.size(0), most = tokens.size(1);
-  const int64_t* ids = dense<int64_t>(requests, "requests", place, {n});
-  const int32_t* cap = caps ? dense<int32_t>(*caps, "caps", place, {n}) : nullptr;
-  int32_t* out = dense<int32_t>(tokens, "tokens", place, {n, most});
-  int32_t* length = dense<int32_t>(lengths, "lengths", place, {n});
-  float* alive = dense<float>(survival, "survival", place, {n, most});
+  if (n >= drafting::kMostRows) bad_argument("requests: expected less than ", drafting::kMostRows, ", got ", n);
+  if (most > drafting::kMostDraft) bad_argument("tokens: expected at most ", drafting::kMostDraft, " columns, got ", most);
+  if (policy < 0 || policy > 2) bad_argument("policy: expected 0, 1 or 2, got ", policy);
+  drafting::Proposal p{};
+  p.requests = dense<int64_t>(requests, "requests", place, {n});
+  p.batch = int32_t(n);
+  p.most = int(most);
+  p.caps = caps ? dense<int32_t>(*caps, "caps", place, {n}) : nullptr;
+  p.min_survival = float(min_survival);
+  p.policy = drafting::Policy(policy);
+  p.step = step_arg(plain_tokens, token_budget, intensity, slope);
+  p.params = agentspec_arg(alpha, gmin, algorithm2);
+  p.threads = threads > 0 ? int(std::min<int64_t>(threads, 1024)) : torch_threads();
+  p.tokens = dense<int32_t>(tokens, "tokens", place, {n, most});
+  p.lengths = dense<int32_t>(lengths, "lengths", place, {n});
+  p.survival = dense<float>(survival, "survival", place, {n, most});
   const auto c = caches().get(handle);
   std::lock_guard<std::mutex> guard(c->lock);
-  check_known(c->cache, ids, n);
-  if (!c->cache.propose(ids, n, int(most), cap, float(min_survival), out, length, alive, torch_parallel))
-    bad_argument("requests: expected each request once, got one twice");
-}
-
-void draft_cache_note_sent(int64_t handle, const Tensor& requests, const Tensor& lengths) {
-  const Place place = cpu_place(requests, "requests");
-  const int64_t n = requests.size(0);
-  const int64_t* ids = dense<int64_t>(requests, "requests", place, {n});
-  const int32_t* length = dense<int32_t>(lengths, "lengths", place, {n});
-  const auto c = caches().get(handle);
-  std::lock_guard<std::mutex> guard(c->lock);
-  check_known(c->cache, ids, n);
-  c->cache.note_sent(ids, n, length);
+  check_known(c->cache, p.requests, n);
+  if (!c->cache.propose(p)) bad_argument("requests: expected each request once, got one twice");
 }
 
 std::vector<int64_t> draft_cache_stats(int64_t handle) {
@@ -129,7 +140,7 @@ std::vector<int64_t> draft_cache_stats(int64_t handle) {
   std::lock_guard<std::mutex> guard(c->lock);
   const CacheStats s = c->cache.stats();
   return {s.tokens, s.live_requests, s.ended_responses, s.evicted_tokens, s.bytes,
-          s.table_bytes, s.nodes, s.proposed, s.accepted, s.verified};
+          s.table_bytes, s.nodes, s.proposed, s.accepted, s.verified, s.judged};
 }
 
 }  // namespace
@@ -144,9 +155,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(speceyes, m) {
   m.def("draft_cache_stop(int cache, Tensor requests) -> ()");
   m.def("draft_cache_forget(int cache, int agent, int query, bool has_query) -> ()");
   m.def(
-      "draft_cache_propose(int cache, Tensor requests, Tensor? caps, float min_survival, Tensor(a!) tokens, "
-      "Tensor(b!) lengths, Tensor(c!) survival) -> ()");
-  m.def("draft_cache_note_sent(int cache, Tensor requests, Tensor lengths) -> ()");
+      "draft_cache_propose(int cache, Tensor requests, Tensor? caps, float min_survival, int policy, int plain_tokens, "
+      "int token_budget, float intensity, float slope, float alpha, float gmin, bool algorithm2, int threads, "
+      "Tensor(a!) tokens, Tensor(b!) lengths, Tensor(c!) survival) -> ()");
   m.def("draft_cache_stats(int cache) -> int[]");
 }
 
@@ -159,6 +170,5 @@ STABLE_TORCH_LIBRARY_IMPL(speceyes, CompositeExplicitAutograd, m) {
   m.impl("draft_cache_stop", TORCH_BOX(&draft_cache_stop));
   m.impl("draft_cache_forget", TORCH_BOX(&draft_cache_forget));
   m.impl("draft_cache_propose", TORCH_BOX(&draft_cache_propose));
-  m.impl("draft_cache_note_sent", TORCH_BOX(&draft_cache_note_sent));
   m.impl("draft_cache_stats", TORCH_BOX(&draft_cache_stats));
 }

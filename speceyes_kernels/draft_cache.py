@@ -16,15 +16,17 @@ import torch
 from torch import Tensor
 
 from . import _backends, _checks
-from .budget import CostModel, allocate_budget
+from .budget import CostModel, _as_count, _as_number
 from .structure import Structure, TokenBytes
 
 _STATS = (
     "tokens", "live_requests", "ended_responses", "evicted_tokens", "bytes", "table_bytes", "nodes", "proposed",
-    "accepted", "verified",
+    "accepted", "verified", "judged",
 )  # fmt: skip
 MAX_DEPTH = 64
 MAX_DRAFT_TOKENS = 128  # vLLM's limit
+_POLICIES = {None: 0, "survival": 1, "agentspec": 2}
+_CAP = f"an int in 0..{MAX_DRAFT_TOKENS}"
 
 
 class Drafts(NamedTuple):
@@ -58,10 +60,17 @@ class DraftCache:
         asks all levels at once and weighs their evidence.
     estimator : {"mixer", "counts"}
         ``"counts"`` takes the longest match's most frequent continuation with its share as probability.
-    policy : {"survival", None}
+    policy : {"survival", "agentspec", None}
         How :meth:`propose` shares the batch's budget (see :func:`allocate_budget`); None proposes all that was found.
+        ``"agentspec"``: a request's candidates are the occurrences of its longest match, those that agree have its
+        draft's first token, and the prefix are the first token and those behind it on which all occurrences agree that
+        follow the draft so far.
     cost : CostModel, optional
         Of a verification step; None: ``CostModel()``.
+    alpha, gmin, form
+        Of ``policy="agentspec"``, as in :func:`allocate_budget`.
+    threads : int, optional
+        Threads that a batch is drafted by; None: ``torch.get_num_threads()``. Results do not depend on it.
     token_bytes : TokenBytes or sequence of bytes, optional
         The bytes of every token; needed where requests bring a structure.
 
@@ -79,6 +88,10 @@ class DraftCache:
         estimator: str = "mixer",
         policy: str | None = "survival",
         cost: CostModel | None = None,
+        alpha: float = 4096.0,
+        gmin: float = 0.1,
+        form: str = "equation",
+        threads: int | None = None,
         token_bytes: TokenBytes | Sequence[bytes] | None = None,
     ) -> None:
         max_tokens = _checks.as_int(max_tokens, "max_tokens", "an int >= 1")
@@ -89,9 +102,15 @@ class DraftCache:
             raise ValueError(f"max_depth: expected an int in 1..{MAX_DEPTH}, got {max_depth}")
         if estimator not in ("mixer", "counts"):
             raise ValueError(f"estimator: expected 'mixer' or 'counts', got {estimator!r}")
-        if policy not in ("survival", None):
-            raise ValueError(f"policy: expected 'survival' or None, got {policy!r}")
+        if policy not in _POLICIES:
+            raise ValueError(f"policy: expected 'survival', 'agentspec' or None, got {policy!r}")
+        if form not in ("equation", "algorithm"):
+            raise ValueError(f"form: expected 'equation' or 'algorithm', got {form!r}")
+        if cost is not None and not isinstance(cost, CostModel):
+            raise TypeError(f"cost: expected a CostModel, got {_checks.describe(cost)}")
         self.policy, self.cost = policy, CostModel() if cost is None else cost
+        self.alpha, self.gmin, self.form = _as_number(alpha, "alpha", 0, 1e14), _as_number(gmin, "gmin", 0, 1), form
+        self.threads = 0 if threads is None else _as_count(threads, "threads", 1)
         _backends.ops("cpu")  # loads the extension, or says why not
         self._ops = torch.ops.speceyes
         if token_bytes is not None and not isinstance(token_bytes, TokenBytes):
@@ -203,42 +222,39 @@ class DraftCache:
         Drafts
         """
         numbers = self._numbers(request_ids)
-        caps = None
-        if isinstance(max_draft_tokens, Sequence | np.ndarray | Tensor):
+        batch, caps = numbers.shape[0], None
+        if type(max_draft_tokens) is int:
+            most = max_draft_tokens
+        elif isinstance(max_draft_tokens, Sequence | np.ndarray | Tensor):
             caps = torch.as_tensor(max_draft_tokens).to(torch.int32).contiguous()
-            if caps.shape != (len(numbers),):
+            if caps.shape != (batch,):
                 raise ValueError(f"max_draft_tokens: expected one cap a request, got {_checks.describe(caps)}")
-            caps = caps.clamp(0, MAX_DRAFT_TOKENS)
-            most = int(caps.max()) if len(numbers) else 0
+            most = min(max(int(caps.max()), 0), MAX_DRAFT_TOKENS) if batch else 0
         else:
-            most = _checks.as_int(max_draft_tokens, "max_draft_tokens", f"an int in 0..{MAX_DRAFT_TOKENS}")
-            if not 0 <= most <= MAX_DRAFT_TOKENS:
-                raise ValueError(f"max_draft_tokens: expected an int in 0..{MAX_DRAFT_TOKENS}, got {most}")
-        min_survival = _checks.as_number(min_survival, "min_survival", "a number in [0, 1]")
-        if not 0.0 <= min_survival <= 1.0:
-            raise ValueError(f"min_survival: expected a number in [0, 1], got {min_survival!r}")
+            most = _checks.as_int(max_draft_tokens, "max_draft_tokens", _CAP)
+        if not 0 <= most <= MAX_DRAFT_TOKENS:
+            raise ValueError(f"max_draft_tokens: expected {_CAP}, got {most}")
+        min_survival = _as_number(min_survival, "min_survival", 0, 1)
+        plain = batch if plain_tokens is None else _as_count(plain_tokens, "plain_tokens")
+        budget = -1 if token_budget is None else _as_count(token_budget, "token_budget")
         drafts = Drafts(
-            torch.empty((len(numbers), most), dtype=torch.int32),
-            torch.empty(len(numbers), dtype=torch.int32),
-            torch.empty((len(numbers), most), dtype=torch.float32),
+            torch.empty((batch, most), dtype=torch.int32),
+            torch.empty(batch, dtype=torch.int32),
+            torch.empty((batch, most), dtype=torch.float32),
         )
-        self._ops.draft_cache_propose(self._handle, numbers, caps, min_survival, *drafts)
-        if self.policy is None or most == 0 or len(numbers) == 0:
-            return drafts
-        kept = allocate_budget(
-            drafts.survival,
-            drafts.lengths,
-            plain_tokens=plain_tokens,
-            token_budget=token_budget,
-            cost=self.cost,
-            min_survival=min_survival,
-        )
-        lengths = torch.from_numpy(kept)
-        self._ops.draft_cache_note_sent(self._handle, numbers, lengths)
-        return drafts._replace(lengths=lengths)
+        self._ops.draft_cache_propose(
+            self._handle, numbers, caps, min_survival, _POLICIES[self.policy], plain, budget, self.cost.intensity,
+            self.cost.slope, self.alpha, self.gmin, self.form == "algorithm", self.threads, *drafts,
+        )  # fmt: skip
+        return drafts
 
-    def stop(self, request_id: Hashable) -> None:
-        """A request ended: its response stays cached for its query and agent, the rollout's own index goes."""
+    def stop(self, request_id: Hashable, tokens: Sequence[int] | np.ndarray | Tensor | None = None) -> None:
+        """A request ended: its response stays cached for its query and agent, the rollout's own index goes.
+
+        ``tokens``: its last ones, where :meth:`extend` has not had them.
+        """
+        if tokens is not None:
+            self.extend([request_id], [tokens])
         self._ops.draft_cache_stop(self._handle, self._numbers([request_id]))
         del self._requests[request_id]
 
@@ -250,15 +266,15 @@ class DraftCache:
 
     def stats(self) -> dict[str, int]:
         """Sizes and counters: tokens held, live requests, ended responses, evicted tokens, bytes (index), table_bytes
-        (the estimator's fixed tables), nodes, proposed and accepted draft tokens, verified positions."""
+        (the estimator's fixed tables), nodes, proposed and accepted draft tokens, verified positions, positions judged in order to propose."""
         return dict(zip(_STATS, self._ops.draft_cache_stats(self._handle), strict=True))
 
     def _numbers(self, request_ids: Sequence[Hashable]) -> Tensor:
         try:
-            numbers = [self._requests[r] for r in request_ids]
+            numbers = np.fromiter(map(self._requests.__getitem__, request_ids), np.int64, len(request_ids))
         except KeyError as error:
             raise ValueError(f"request_ids: expected running requests, got {error.args[0]!r}; start it first") from None
-        return torch.tensor(numbers, dtype=torch.int64)
+        return torch.from_numpy(numbers)
 
 
 def _tokens(values: Sequence[int] | np.ndarray | Tensor, name: str) -> Tensor:

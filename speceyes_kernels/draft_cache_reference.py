@@ -3,7 +3,8 @@ counted, evicted and drafted. The learned estimator is not specified here (see `
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from .structure_reference import Spec, open_groups, parse_structure
@@ -115,7 +116,8 @@ class ReferenceDraftCache:
                     found.append((s.tokens[i], s.clocks[i]))
         return found
 
-    def propose(self, request: int, cap: int, min_survival: float) -> tuple[list[int], list[float]]:
+    def _follow(self, request: int) -> Iterator[tuple[int, int, int]]:
+        """The draft, position by position: token, its count, occurrences of the longest match."""
         me = self.live[request]
         if self.strict:
             members = [
@@ -128,8 +130,8 @@ class ReferenceDraftCache:
                 lambda s, i: s.blocks[i] >= 0 and s.agent == me.agent,
                 lambda s, i: s.blocks[i] >= 0,
             ]
-        context, out, alive, survival = list(me.tokens), [], 1.0, []
-        while len(out) < cap:
+        context = list(me.tokens)
+        while True:
             best: list[tuple[int, int]] = []
             for length in range(min(self.max_depth, len(context)), 0, -1):
                 for member in members:
@@ -139,17 +141,31 @@ class ReferenceDraftCache:
                 if best:
                     break
             if not best:
-                break
+                return
             newest: dict[int, int] = {}
             count: dict[int, int] = {}
             for token, clock in best:
                 count[token] = count.get(token, 0) + 1
                 newest[token] = max(newest.get(token, 0), clock)
             token = max(count, key=lambda t: (count[t], newest[t]))
-            alive *= count[token] / len(best)
+            yield token, count[token], len(best)
+            context.append(token)
+
+    def propose(self, request: int, cap: int, min_survival: float) -> tuple[list[int], list[float]]:
+        """All that was found: tokens and their survival."""
+        out, alive, survival = [], 1.0, []
+        for token, count, found in itertools.islice(self._follow(request), cap):
+            alive *= count / found
             if alive < min_survival:
                 break
             out.append(token)
             survival.append(alive)
-            context.append(token)
         return out, survival
+
+    def agreement(self, request: int, length: int) -> tuple[int, int, int]:
+        """AgentSpec's n, c and length of the most frequent prefix, of a draft of ``length`` tokens."""
+        found = list(itertools.islice(self._follow(request), length))
+        if not found:
+            return 0, 0, 0
+        agreed = itertools.takewhile(lambda position: position[1] == position[2], found[1:])
+        return found[0][2], found[0][1], 1 + len(list(agreed))

@@ -9,6 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from speceyes_kernels import budget_reference
+from speceyes_kernels.budget import CostModel
 from speceyes_kernels.draft_cache import DraftCache
 from speceyes_kernels.draft_cache_reference import ReferenceDraftCache
 
@@ -57,22 +59,52 @@ class DraftCacheMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), cap=st.integers(0, 12), floor=st.sampled_from([0.0, 0.2137, 0.6137]))
-    def propose(self, data, cap, floor):
+    def propose(self, data, cap, floor):  # floors that no product of shares equals
         chosen = data.draw(st.lists(st.sampled_from(self.running), unique=True, max_size=6))
         caps = [data.draw(st.integers(0, cap)) for _ in chosen] if data.draw(st.booleans()) else None
-        drafts = self.ours.propose(chosen, max_draft_tokens=cap if caps is None else caps, min_survival=floor)
+        asked = dict(max_draft_tokens=cap if caps is None else caps, min_survival=floor)
+        drafts = self.ours.propose(chosen, **asked)
         for i, r in enumerate(chosen):
             tokens, survival = self.plain.propose(r, cap if caps is None else caps[i], floor)
             n = int(drafts.lengths[i])
             assert drafts.tokens[i, :n].tolist() == tokens
             assert drafts.survival[i, :n].tolist() == pytest.approx(survival, rel=1e-5)
+        if chosen:
+            self.share(data, chosen, asked, drafts)
+
+    def share(self, data, chosen, asked, drafts):
+        """The policies take of all that was found what the budget's reference takes."""
+        plain = data.draw(st.integers(0, 40))
+        budget = data.draw(st.none() | st.integers(0, 40))
+        intensity, slope = data.draw(st.sampled_from([(256.0, 1 / 4096), (30.0, 0.01), (16.0, 0.2)]))
+        length = drafts.lengths.tolist()
+        rows = [row[:n] for row, n in zip(drafts.survival.tolist(), length, strict=True)]
+        agreed = [self.plain.agreement(r, n) for r, n in zip(chosen, length, strict=True)]
+        alpha, form = data.draw(st.integers(0, 60)), data.draw(st.sampled_from(["equation", "algorithm"]))
+        floor = float(np.float32(asked["min_survival"]))
+        wanted = {
+            "survival": budget_reference.allocate_survival(rows, plain, budget, intensity, slope, floor),
+            "agentspec": budget_reference.allocate_agentspec(
+                *zip(*agreed, strict=True), length, plain, budget, intensity, alpha, 0.1, form
+            ),
+        }
+        self.ours.cost, self.ours.alpha, self.ours.form = CostModel(intensity, slope), float(alpha), form
+        for policy, kept in wanted.items():
+            self.ours.policy = policy
+            got = self.ours.propose(chosen, **asked, plain_tokens=plain, token_budget=budget)
+            assert got.lengths.tolist() == kept, policy
+            for i, n in enumerate(kept):
+                assert torch.equal(got.tokens[i, :n], drafts.tokens[i, :n])
+                assert torch.equal(got.survival[i, :n], drafts.survival[i, :n])
+        self.ours.policy = None
 
     @precondition(lambda self: self.running)
-    @rule(data=st.data())
-    def stop(self, data):
+    @rule(data=st.data(), last=st.none() | TOKENS)
+    def stop(self, data, last):
         r = data.draw(st.sampled_from(self.running))
         self.running.remove(r)
-        self.ours.stop(r)
+        self.ours.stop(r, last)
+        self.plain.extend(r, last or [])
         self.plain.stop(r)
 
     @rule(agent=st.integers(0, 1), query=st.integers(0, 2))
@@ -93,32 +125,7 @@ class DraftCacheMachine(RuleBasedStateMachine):
 
 
 TestDraftCache = DraftCacheMachine.TestCase
-TestDraftCache.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None
-)  # floors that no product of shares equals
-
-
-def test_results_do_not_depend_on_the_thread_count():
-    drafts = []
-    for threads in (1, 2):
-        before = torch.get_num_threads()
-        torch.set_num_threads(threads)
-        try:
-            g = np.random.default_rng(0)
-            cache = DraftCache(policy=None)
-            for r in range(40):
-                cache.start(r, g.integers(0, 6, 50), agent_id=r % 2, query_id=r % 5)
-            seen = []
-            for _ in range(10):
-                cache.extend(list(range(40)), [g.integers(0, 6, 3) for _ in range(40)])
-                got = cache.propose(list(range(40)), max_draft_tokens=8, min_survival=0.05)
-                inside = torch.arange(8) < got.lengths[:, None]
-                seen.append((got.tokens[inside], got.survival[inside], got.lengths))
-            drafts.append(seen)
-        finally:
-            torch.set_num_threads(before)
-    for a, b in zip(*drafts, strict=True):
-        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+TestDraftCache.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
 def test_estimator_learns_that_a_source_misleads():
@@ -196,7 +203,7 @@ def test_wrong_options_are_refused():
         (dict(max_tokens=0), "max_tokens: expected an int >= 1, got 0"),
         (dict(max_depth=65), "max_depth: expected an int in 1..64, got 65"),
         (dict(estimator="magic"), "estimator: expected 'mixer' or 'counts'"),
-        (dict(policy="magic"), "policy: expected 'survival' or None"),
+        (dict(policy="magic"), "policy: expected 'survival', 'agentspec' or None"),
     ]:
         with pytest.raises(ValueError, match=text):
             DraftCache(**options)

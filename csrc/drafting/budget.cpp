@@ -20,16 +20,12 @@ bool later(const Head& a, const Head& b) {
   return a.row > b.row;
 }
 
-int64_t bound(const Step& step) {
-  return step.token_budget >= 0 ? step.token_budget : step.cost.free_tokens(step.plain_tokens);
-}
-
 }  // namespace
 
 int64_t allocate_survival(const float* survival, int64_t stride, const int32_t* lengths, int32_t rows, const Step& step,
                           float min_survival, int32_t* out) {
   std::fill(out, out + rows, 0);
-  const int64_t most = bound(step);
+  const int64_t most = draft_bound(step);
   if (most <= 0 || rows <= 0) return 0;
   StepCost cost = step.cost;
   if (step.token_budget >= 0) cost.intensity = std::max(cost.intensity, double(step.plain_tokens + most));
@@ -74,6 +70,12 @@ double agentspec_confidence(int32_t found, int32_t agreeing, const AgentSpecPara
   return double(agreeing) / n * p;
 }
 
+double agentspec_batch_budget(int32_t rows, const AgentSpecParams& params) {
+  return std::floor(params.alpha / double(rows));
+}
+
+double agentspec_share(double batch_budget, double g, double sum) { return std::floor(batch_budget * g / sum + 1e-9); }
+
 int64_t allocate_agentspec(const AgentSpecRows& in, const Step& step, const AgentSpecParams& params, int32_t* out) {
   std::fill(out, out + in.rows, 0);
   if (in.rows <= 0) return 0;
@@ -82,16 +84,16 @@ int64_t allocate_agentspec(const AgentSpecRows& in, const Step& step, const Agen
   for (int32_t r = 0; r < in.rows; r++) sum += g[size_t(r)] = agentspec_confidence(in.found[r], in.agreeing[r], params);
   if (!(sum > 0)) return 0;
 
-  const double batch_budget = std::floor(params.alpha / double(in.rows));
+  const double batch_budget = agentspec_batch_budget(in.rows, params);
   int64_t total = 0;
   for (int32_t r = 0; r < in.rows; r++) {
     if (in.found[r] <= 0) continue;
-    const double share = std::floor(batch_budget * g[size_t(r)] / sum + 1e-9);
+    const double share = agentspec_share(batch_budget, g[size_t(r)], sum);
     const double length = std::max(double(in.prefix[r]), share);
     out[r] = int32_t(std::min(double(in.lengths[r]), length));
     total += out[r];
   }
-  const int64_t most = int64_t(std::min(batch_budget, double(bound(step))));
+  const int64_t most = int64_t(std::min(batch_budget, double(draft_bound(step))));
   if (total <= most) return total;
   std::vector<int32_t> order(size_t(in.rows));
   for (int32_t r = 0; r < in.rows; r++) order[size_t(r)] = r;

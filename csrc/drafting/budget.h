@@ -34,6 +34,11 @@ struct Step {
   StepCost cost;
 };
 
+// The most drafts of the step.
+inline int64_t draft_bound(const Step& step) {
+  return step.token_budget >= 0 ? step.token_budget : step.cost.free_tokens(step.plain_tokens);
+}
+
 // Fixed point, 2^-32: sums do not depend on their order, so that a GPU finds the same drafts. Out of [0, 1]: the
 // nearest; NaN: 0.
 inline uint64_t survival_units(float s) { return s > 0 ? (s < 1 ? uint64_t(double(s) * 4294967296.0) : 1ull << 32) : 0; }
@@ -61,8 +66,12 @@ struct AgentSpecParams {
 // g = agreeing / found * p(found), 0 where nothing was found; p(n) = gmin + (1 - gmin) (1 - e^(1 - n)).
 double agentspec_confidence(int32_t found, int32_t agreeing, const AgentSpecParams& params);
 
-// L = min(length, max(prefix, floor(B_t g / sum g + 1e-9))), so that a rounding error does not cost a token; rows that found nothing get 0, all g zero gives no drafts. While
-// the sum exceeds min(B_t, token_budget or M(b)), the row of least g (ties: the higher row) loses its last token.
+// B_t = floor(alpha / rows), and floor(B_t g / sum g + 1e-9): a rounding error does not cost a token.
+double agentspec_batch_budget(int32_t rows, const AgentSpecParams& params);
+double agentspec_share(double batch_budget, double g, double sum);
+
+// L = min(length, max(prefix, share)); rows that found nothing get 0, all g zero gives no drafts. While the sum exceeds
+// min(B_t, token_budget or M(b)), the row of least g (ties: the higher row) loses its last token.
 // Writes out[rows]; returns the total.
 int64_t allocate_agentspec(const AgentSpecRows& in, const Step& step, const AgentSpecParams& params, int32_t* out);
 

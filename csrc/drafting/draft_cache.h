@@ -8,15 +8,13 @@
 #include <unordered_map>
 #include <vector>
 
+#include "budget.h"
 #include "context_forest.h"
 #include "estimator.h"
+#include "expansion.h"
 #include "structure.h"
 
 namespace speceyes::drafting {
-
-// Calls fn(ctx, begin, end) on disjoint ranges covering [0, n).
-using RangeFn = void (*)(void* ctx, int64_t begin, int64_t end);
-using ParallelFor = void (*)(int64_t n, int64_t grain, RangeFn fn, void* ctx);
 
 struct CacheOptions {
   int64_t max_tokens = 1 << 20;   // of all text held, live requests included
@@ -29,6 +27,24 @@ struct CacheOptions {
 struct CacheStats {
   int64_t tokens = 0, live_requests = 0, ended_responses = 0, evicted_tokens = 0, bytes = 0, table_bytes = 0, nodes = 0;
   int64_t proposed = 0, accepted = 0, verified = 0;
+  int64_t judged = 0;  // positions looked at to propose
+};
+
+enum class Policy : int { kAll = 0, kSurvival = 1, kAgentSpec = 2 };
+
+struct Proposal {
+  const int64_t* requests;
+  int32_t batch;
+  int most;             // <= kMostDraft
+  const int32_t* caps;  // [batch], or null: `most` for all
+  float min_survival;   // a draft ends before the first position below
+  Policy policy;
+  Step step;               // not for kAll
+  AgentSpecParams params;  // for kAgentSpec
+  int threads;
+  Token* tokens;     // [batch, most]
+  int32_t* lengths;  // [batch]
+  float* survival;   // [batch, most]
 };
 
 class DraftCache {
@@ -46,12 +62,9 @@ class DraftCache {
   void forget_query(int64_t agent, int64_t query);  // its ended responses
   void forget_agent(int64_t agent);
 
-  // Up to `most` tokens for each request, while survival >= min_survival: tokens, survival [B, most], lengths [B].
-  // Remembers what was judged: extend() learns from it. False, and nothing done, when a request is named twice.
-  bool propose(const int64_t* requests, int64_t batch, int most, const int32_t* caps, float min_survival, Token* tokens,
-               int32_t* lengths, float* survival, ParallelFor parallel);
-  // Positions of the last propose() that are really sent for verification, [B]; for the figures only.
-  void note_sent(const int64_t* requests, int64_t batch, const int32_t* lengths);
+  // Drafts as the policy chooses them, the same for every thread count. What was judged up to the first position that is
+  // not proposed is remembered: extend() learns from it. False, and nothing done, when a request is named twice.
+  bool propose(const Proposal& p);
 
   CacheStats stats() const;
 
@@ -62,6 +75,7 @@ class DraftCache {
     TextStore::Sequence text;
     Pos first = kNone;         // first response token held
     int64_t prompt_held = 0;   // tokens before it
+    Token prompt_end = -1;     // the last of them when the response began, while it is held
     int64_t agent = 0, query = 0;
     uint32_t roots[kSources];  // strict isolation: [1] is the current block's
   };
@@ -70,9 +84,10 @@ class DraftCache {
     int run = 0, block = 0;
     std::shared_ptr<const Structure> structure;
     BlockState state;
-    int32_t sent = 0;
     uint64_t order = 0, batch = 0;
-    std::vector<Position> judged;
+    int32_t sent = 0;              // of `drafted`; the others were only judged
+    std::vector<Token> drafted;
+    std::vector<Position> judged;  // empty with counts_only
   };
   using TreeKey = std::array<int64_t, 4>;  // level, agent, query, block; 0 where the level does not tell them apart
   struct Tree {
@@ -95,11 +110,38 @@ class DraftCache {
   void erase(Response& r);  // an ended response, from every level and the text
   void evict(std::map<Scope, QueryGroup>::iterator query);  // its oldest response
   void drop_if_idle(const Scope& scope);
+  int64_t room_step() const;
   void make_room(int64_t tokens);
   void shorten(Live& r, int64_t tokens);
-  void draft(Live& r, int most, float min_survival, Token* tokens, int32_t* length, float* survival) const;
-  bool gather(const Live& r, const Match* m, EvidenceTable& evidence) const;
-  bool judge_by_counts(const Live& r, const Match* m, Position& out) const;
+
+  // A request's draft while it grows.
+  struct Chain {
+    Live* live;
+    int cap;
+    int32_t judged;      // positions; one more than may be drafted where the last one is only learned from
+    bool more;           // a further one may be judged
+    float alive;         // survival of the last
+    BlockState block;
+    Context context;
+    Match match[kSources];
+    // Only with counts: steps that a level's match is behind, and whether it may have grown by more than one in a step.
+    uint8_t behind[kSources];
+    bool leapt[kSources];
+    int decides;         // level of the longest match
+    int32_t found, agreeing, prefix;  // for Policy::kAgentSpec
+  };
+  struct Batch;
+  void begin(Chain& c) const;
+  void follow(Chain& c, Token token) const;
+  void catch_up(Chain& c, int level) const;
+  int longest(Chain& c) const;
+  bool judge(Chain& c, Position& out) const;
+  bool judge_by_counts(Chain& c, Position& out) const;
+  void gather(const Chain& c, EvidenceTable& evidence) const;
+  void note_agreement(Chain& c, Token token) const;
+  void grow(Batch& b, int32_t row, int32_t length, uint64_t key);
+  void grow_all(Batch& b, const GrowTo* wanted, int32_t n);
+  void share_agentspec(Batch& b);
   void learn(Live& r, const Token* tokens, int64_t n);
 
   CacheOptions options_;
@@ -110,6 +152,17 @@ class DraftCache {
   std::map<uint64_t, Scope> by_age_;  // of queries_
   std::map<TreeKey, Tree> trees_;
   uint64_t order_ = 0, batch_ = 0;
+  // How many responses held begin behind a token (by its low bits). A match among responses grows by one token a step,
+  // but where it takes in the first of a response it may leap into that response's prompt.
+  static constexpr uint32_t kEnds = 1 << 14;
+  std::vector<uint32_t> prompt_ends_ = std::vector<uint32_t>(kEnds);
+  uint32_t& prompt_ends(Token t) { return prompt_ends_[uint32_t(t) % kEnds]; }
+  void forget_prompt_end(Response& r);
+  Expansion expansion_;
+  std::vector<Chain> chains_;
+  std::vector<uint8_t> open_;
+  std::vector<int32_t> taken_;
+  std::vector<GrowTo> wanted_;
   CacheStats stats_;
 };
 
