@@ -98,6 +98,27 @@ def test_any_rows(engine, batch):
     )
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_large_values_side_by_side(engine, dtype):
+    """Where blocks are full of values above the bound, the bound rises on the way: from either end, and with ties."""
+    n = 20_011
+    ramp = torch.arange(n) / 64.0
+    g = torch.Generator().manual_seed(5)
+    rows = [
+        ramp,
+        ramp.flip(0),
+        -(ramp - 150).abs(),  # a peak
+        (ramp - 150).abs(),  # a valley: both ends
+        (ramp * 4).floor() / 4,  # runs of 16 ties
+        ramp.flip(0) // 2,  # runs of 128 ties
+        ramp[torch.arange(n) // 700 * 700 % n] + torch.randn(n, generator=g),  # steps with noise
+        torch.where(torch.arange(n) % 97 < 40, ramp.flip(0), torch.tensor(-INF)),
+    ]
+    x = torch.stack(rows).to(dtype)
+    for k in (2, 3, 64, 255):
+        check(engine.rows(x, k), row_table(x, k))
+
+
 # ---- accuracy
 @pytest.mark.parametrize("form", ["exclude_top1", "include_top1"])
 def test_scores_up_to_300_and_beyond(engine, form):

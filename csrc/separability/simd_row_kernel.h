@@ -295,7 +295,7 @@ struct RowKernel {
                         float* b) {
     const T* data = static_cast<const T*>(row.data);
     const int64_t blocks = chunks * kChunkBlocks, stride = row.col_stride;
-    const float t = kth_block(maxima, blocks, k, a);
+    float t = kth_block(maxima, blocks, k, a);
     int32_t hits[kMaxK];  // fewer than k blocks lie above t
     int num_hits = 0;
     const F tv = V::set1(t);
@@ -305,13 +305,24 @@ struct RowKernel {
         hits[num_hits++] = int32_t(block);
         prefetch_block(data + block * kBlock * stride);
       }
+    // In a sorted row every hit is full of values above t. Once there are many, their k-th largest is a better bound,
+    // and the blocks below it need no second look: start at the end with the larger values.
+    const int64_t many = 4 * k > 256 ? 4 * k : 256;
+    const bool backwards = num_hits > 0 && maxima[hits[num_hits - 1]] > maxima[hits[0]];
     int64_t n = 0;
     for (int h = 0; h < num_hits; h++) {
-      const int64_t first = int64_t(hits[h]) * kBlock, left = row.vocab - first;
+      const int64_t block = hits[backwards ? num_hits - 1 - h : h];
+      if (!(maxima[block] > t)) continue;
+      const int64_t first = block * kBlock, left = row.vocab - first;
       alignas(64) T copy[kBlock];
       alignas(64) float wide[kBlock];
       store_wide<0>(contiguous(data + first * stride, stride, left < kBlock ? left : kBlock, kBlock, copy), wide);
       n = keep_above(wide, kBlock, t, a, n);
+      if (n >= many) {
+        const int64_t padded = pad(a, n);
+        t = kth_largest(a, padded, k);
+        n = keep_above(a, padded, t, a, 0);
+      }
     }
     finish_top_k(a, n, t, k, values, b);
   }
