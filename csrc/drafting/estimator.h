@@ -1,19 +1,16 @@
 // How likely is the next token of a draft to be right: evidence of every source, calibrated by cells that learn, weighed
-// by an online mixer. State is bounded (2 MB) and learns from every verified position. Design: docs/drafting.md.
+// by an online mixer. State is bounded (2 MB) and learns from every verified position. Design: docs/drafting.md; the
+// arithmetic, to the bit: estimator_math.h.
 #pragma once
 #include <cstdint>
 #include <vector>
 
 #include "context_forest.h"
+#include "estimator_math.h"
 
 namespace speceyes::drafting {
 
-constexpr int kSources = ContextForest::kLevels;  // this rollout, same query, same agent, all
-constexpr int kRanks = 4;                         // the match and its next three shorter contexts
-constexpr int kInputs = kSources * kRanks + 1;    // and a bias
-constexpr int kMaxCandidates = 10;
-constexpr int kBlockKinds = 4;
-constexpr int kRunKinds = 8;
+static_assert(kSources == ContextForest::kLevels);
 
 // One source's view of a context.
 struct Evidence {
@@ -23,44 +20,39 @@ struct Evidence {
   Token last = 0;       // continuation of the newest occurrence
   int num = 0;          // entries of `top` in use
   bool deterministic = false;
-  Continuation top[4];
+  Continuation top[kTopTokens];
 };
 using EvidenceTable = Evidence[kSources][kRanks];
-
-// A candidate as it was judged, kept until its true token is known.
-struct Judged {
-  Token token = 0;
-  float p = 0;
-  uint32_t cell[kInputs - 1];
-  float x[kInputs];
-  int block = 0, run = 0;
-};
-
-struct Position {
-  Judged best, second;
-  bool has_second = false;
-};
 
 class Estimator {
  public:
   Estimator();
   // Fills `out` with the best two candidates; false when no source has evidence. `block` < kBlockKinds is the semantic
   // block, `run` the right top predictions in a row so far, this draft's positions included. Many threads may judge.
-  bool judge(const EvidenceTable& evidence, int block, int run, Position& out) const;
+  bool judge(const EvidenceTable& evidence, int block, int run, Position& out) const {
+    const int kind = run_kind(run);
+    return judge_position(evidence, logit_.data(), weight_block_[block], weight_run_[kind], block, kind, out);
+  }
   // `token` turned out to be the one at a judged position.
   void learn(const Position& p, Token token);
 
-  static int run_kind(int run);
-  size_t bytes() const { return cell_.size() * sizeof(Cell) + sizeof(weight_block_) + sizeof(weight_run_); }
+  // What a device needs to judge: [kCells]; [kBlockKinds][kInputs]; [kRunKinds][kInputs].
+  const float* logits() const { return logit_.data(); }
+  const float* block_weights() const { return weight_block_[0]; }
+  const float* run_weights() const { return weight_run_[0]; }
+
+  size_t bytes() const {
+    return kCells * (sizeof logit_[0] + sizeof p_[0] + sizeof seen_[0]) + sizeof weight_block_ + sizeof weight_run_;
+  }
 
  private:
-  struct Cell {
-    float p = -1, seen = 0, logit = 0;
-  };
-  uint32_t cell_index(const Evidence& e, int source, int rank, Token t, int block, int run, float* prior) const;
-  void learn(const Judged& j, bool right);
+  void read_inputs(const Judged& j, int block, int run, float* x) const;
+  void learn_weights(const float* x, int block, int run, float error);
+  void learn_cells(const Judged& j, int block, int run, float right);
 
-  std::vector<Cell> cell_;
+  std::vector<float> logit_;  // of p_: all that judging reads
+  std::vector<float> p_;
+  std::vector<uint8_t> seen_;
   float weight_block_[kBlockKinds][kInputs];
   float weight_run_[kRunKinds][kInputs];
 };
