@@ -21,6 +21,8 @@ _MAX_TOKENS = 2**31 - 1
 
 
 def _as_count(value: object, name: str, low: int = 0) -> int:
+    if type(value) is int and low <= value <= _MAX_TOKENS:
+        return value
     count = _checks.as_int(value, name, f"an int in {low}..{_MAX_TOKENS}")
     if not low <= count <= _MAX_TOKENS:
         raise ValueError(f"{name}: expected an int in {low}..{_MAX_TOKENS}, got {count}")
