@@ -74,9 +74,6 @@ class BuildError(SystemExit):
         super().__init__(f"\n{PACKAGE}: {message}\n")
 
 
-# ---- what there is ---------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Torch:
     """The parts of the installed torch that a build needs."""
@@ -122,35 +119,44 @@ class Nvcc:
 
 
 def nvcc_candidates() -> list[str]:
-    """Where an nvcc may be, most explicit first; PyPI's nvidia packages last."""
-    named = [os.environ.get("CUDACXX")]
-    named += [os.path.join(os.environ[v], "bin", "nvcc") for v in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(v)]
-    named += [shutil.which("nvcc"), "/usr/local/cuda/bin/nvcc"]
+    """Where an nvcc may be that nobody named; PyPI's nvidia packages last."""
+    found = [shutil.which("nvcc"), "/usr/local/cuda/bin/nvcc"]
     for site in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
-        named += [str(p) for p in sorted(Path(site).glob("nvidia/cu*/bin/nvcc"), reverse=True)]
-        named += [str(p) for p in Path(site).glob("nvidia/cuda_nvcc/bin/nvcc")]
-    return [path for path in dict.fromkeys(named) if path]
+        found += [str(p) for p in sorted(Path(site).glob("nvidia/cu*/bin/nvcc"), reverse=True)]
+        found += [str(p) for p in Path(site).glob("nvidia/cuda_nvcc/bin/nvcc")]
+    return [path for path in dict.fromkeys(found) if path]
+
+
+def ask_nvcc(path: str) -> Nvcc | str:
+    """What the compiler at ``path`` says of itself, or why it cannot be used."""
+    path = shutil.which(path) or path
+    try:
+        said = [subprocess.check_output([path, option], text=True) for option in ("--version", "--list-gpu-code")]
+    except (OSError, subprocess.CalledProcessError) as error:
+        return f"{path} does not run ({error})"
+    release = re.search(r"release (\d+\.\d+)", said[0])
+    if release is None:
+        return f"{path} is no nvcc: its --version names no release"
+    return Nvcc(path, release.group(1), frozenset(re.findall(r"sm_(\d+[af]?)", said[1])))
 
 
 def find_nvcc() -> Nvcc | None:
-    """The first nvcc that runs."""
-    for path in nvcc_candidates():
-        path = shutil.which(path) or path
-        if not os.access(path, os.X_OK):
-            continue
-        try:
-            version = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
-            codes = subprocess.run([path, "--list-gpu-code"], capture_output=True, text=True, check=True).stdout
-        except (OSError, subprocess.CalledProcessError) as error:
-            say(f"{path} does not run ({error}); looking further")
-            continue
-        release = re.search(r"release (\d+\.\d+)", version)
-        if release:
-            return Nvcc(path, release.group(1), frozenset(re.findall(r"sm_(\d+[af]?)", codes)))
+    """The nvcc that the environment names, which must run; else the first that is found and runs."""
+    for variable in ("CUDACXX", "CUDA_HOME", "CUDA_PATH"):
+        if named := os.environ.get(variable, "").strip():
+            answer = ask_nvcc(named if variable == "CUDACXX" else os.path.join(named, "bin", "nvcc"))
+            if isinstance(answer, str):
+                raise BuildError(
+                    f"{variable}={named} names the CUDA compiler, but {answer}.\nCorrect {variable}, or unset it to take "
+                    "the nvcc that is found without it, or set SPECEYES_BUILD=cpu for a build without CUDA kernels"
+                )
+            return answer
+    for path in filter(os.path.exists, nvcc_candidates()):
+        answer = ask_nvcc(path)
+        if isinstance(answer, Nvcc):
+            return answer
+        say(f"{answer}; looking further")
     return None
-
-
-# ---- what to build ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -194,16 +200,17 @@ def parse_arch_list(text: str) -> list[Arch]:
     return list(archs.values())
 
 
+def why_not(arch: Arch, nvcc: Nvcc) -> str | None:
+    """Why a target cannot be built for; None when it can."""
+    if (arch.major, arch.minor) < MIN_ARCH:
+        return f"{arch} (the kernels need sm_{MIN_ARCH[0]}{MIN_ARCH[1]} or newer)"
+    return None if arch.code in nvcc.targets else f"{arch} (nvcc {nvcc.release} does not know it)"
+
+
 def usable_archs(wanted: list[Arch], nvcc: Nvcc) -> list[Arch]:
     """The targets that the kernels and this nvcc support; the others are dropped aloud, +PTX moves to the last one."""
-    kept, dropped = [], []
-    for arch in wanted:
-        if (arch.major, arch.minor) < MIN_ARCH:
-            dropped.append(f"{arch} (the kernels need sm_{MIN_ARCH[0]}{MIN_ARCH[1]} or newer)")
-        elif arch.code not in nvcc.targets:
-            dropped.append(f"{arch} (nvcc {nvcc.release} does not know it)")
-        else:
-            kept.append(arch)
+    dropped = [reason for reason in (why_not(arch, nvcc) for arch in wanted) if reason]
+    kept = [arch for arch in wanted if not why_not(arch, nvcc)]
     if dropped:
         say(f"dropped CUDA targets: {', '.join(dropped)}; kept: {', '.join(map(str, kept)) or 'none'}")
     if kept and any(a.ptx for a in wanted) and not any(a.ptx for a in kept):
@@ -291,18 +298,17 @@ def make_plan() -> Plan:
     if nvcc is None:
         plan.note("*** CPU-ONLY BUILD: no nvcc found. Set CUDA_HOME and build again for the CUDA kernels ***")
         return plan
-    archs = usable_archs(parse_arch_list(os.environ.get("TORCH_CUDA_ARCH_LIST") or DEFAULT_ARCHS), nvcc)
+    wanted = parse_arch_list(os.environ.get("TORCH_CUDA_ARCH_LIST") or DEFAULT_ARCHS)
+    archs = usable_archs(wanted, nvcc)
     if not archs:
+        reason = f"no CUDA target is left: {', '.join(str(why_not(arch, nvcc)) for arch in wanted)}"
         if mode == "cuda":
-            raise BuildError(f"SPECEYES_BUILD=cuda, but nvcc {nvcc.release} supports none of the wanted CUDA targets")
-        plan.note(f"*** CPU-ONLY BUILD: nvcc {nvcc.release} supports none of the wanted CUDA targets ***")
+            raise BuildError(f"SPECEYES_BUILD=cuda, but {reason}; see TORCH_CUDA_ARCH_LIST in docs/building.md")
+        plan.note(f"*** CPU-ONLY BUILD: {reason} ***")
         return plan
     plan.nvcc, plan.archs = nvcc, archs
     plan.note(f"CUDA build for {', '.join(map(str, archs))}: {note_cuda_majors(nvcc, plan.torch)}")
     return plan
-
-
-# ---- compiling -------------------------------------------------------------------------------------------------------
 
 
 def isa_suffix(source: Path) -> str:
@@ -442,9 +448,6 @@ def install_file(content: Path | str, target: Path) -> None:
     else:
         partial.write_text(content)
     os.replace(partial, target)
-
-
-# ---- setuptools ------------------------------------------------------------------------------------------------------
 
 
 class BuildNative(build_ext):

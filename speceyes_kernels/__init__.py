@@ -4,14 +4,17 @@ decoding from what agents said before (AgentSpec).
 ``import speceyes_kernels as sk`` needs torch and numpy only and works on every machine; backends load at first use.
 """
 
-from ._backends import BackendUnavailable, available_backends, unavailable_reason
-from .budget import CostModel, allocate_budget
-from .decision import accept, confidence, convert_threshold, score_for_confidence
-from .draft_cache import DraftCache, Drafts
-from .separability import TopkStats, answer_separability, token_separability, topk_stats
-from .separability_partial import PartialTopk, merge_partials, partial_topk, partials_separability
-from .separability_pool import SeparabilityPool
-from .structure import Structure, StructureError, StructureTracker, TokenBytes
+from . import _requirements
+
+if _requirements.met():
+    from ._backends import BackendUnavailable, available_backends, unavailable_reason
+    from .budget import CostModel, allocate_budget
+    from .decision import accept, confidence, convert_threshold, score_for_confidence
+    from .draft_cache import DraftCache, Drafts
+    from .separability import TopkStats, answer_separability, token_separability, topk_stats
+    from .separability_partial import PartialTopk, merge_partials, partial_topk, partials_separability
+    from .separability_pool import SeparabilityPool
+    from .structure import Structure, StructureError, StructureTracker, TokenBytes
 
 __version__ = "0.1.0"
 

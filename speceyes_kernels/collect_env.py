@@ -20,6 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from . import _requirements
+
 _PACKAGES = (
     "speceyes_kernels",
     "torch",
@@ -123,7 +125,7 @@ def collect() -> dict[str, Any]:
     Returns
     -------
     dict
-        ``python``, ``platform``, ``cpu``, ``packages``, ``torch``, ``tools``, ``extension``, ``backends``,
+        ``python``, ``platform``, ``cpu``, ``packages``, ``requirements`` (None: met), ``torch``, ``tools``, ``extension``, ``backends``,
         ``environment``. A part that failed is ``{"error": ...}``.
     """
     watched = ("SPECEYES_", "VLLM_", "OMP_", "CUDA_", "TORCH_CUDA_ARCH_LIST", "TRITON_")
@@ -132,6 +134,7 @@ def collect() -> dict[str, Any]:
         "platform": platform.platform(),
         "cpu": _guard(_cpu),
         "packages": _guard(_packages),
+        "requirements": _guard(_requirements.failure),
         "torch": _guard(_torch),
         "tools": _guard(_tools),
         "extension": _guard(_extension),
@@ -158,6 +161,8 @@ def summary(report: dict[str, Any]) -> str:
     extension = report["extension"]
     build = extension.get("build") or {}
     lines = [f"speceyes_kernels: {note}" for note in build.get("notes", [])]
+    if report["requirements"] is not None:
+        return "\n".join([*lines, str(report["requirements"])])
     for name, reason in report["backends"].items():
         lines.append(f"  {name:9} " + ("ready" if reason is None else "unavailable: " + str(reason).split("\n")[0]))
     return "\n".join(lines)
@@ -175,6 +180,8 @@ def main(argv: list[str] | None = None) -> None:
         print(json.dumps(report, indent=1, default=str))
     else:
         print(summary(report) if arguments.summary else _text(report))
+        if not arguments.summary and report["requirements"] is not None:
+            print(f"\n{report['requirements']}")
 
 
 if __name__ == "__main__":

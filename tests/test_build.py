@@ -5,6 +5,7 @@ from __future__ import annotations
 import email
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import time
@@ -29,7 +30,8 @@ def build() -> ModuleType:
 
 @pytest.fixture(autouse=True)
 def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("SPECEYES_BUILD", "TORCH_CUDA_ARCH_LIST", "MAX_JOBS", "NVCC_THREADS", "CXX", "CUDAHOSTCXX"):
+    names = "SPECEYES_BUILD TORCH_CUDA_ARCH_LIST MAX_JOBS NVCC_THREADS CXX CUDAHOSTCXX CUDACXX CUDA_HOME CUDA_PATH"
+    for name in names.split():
         monkeypatch.delenv(name, raising=False)
 
 
@@ -135,7 +137,7 @@ def test_auto_with_an_nvcc_of_no_use_is_a_loud_cpu_build(build, monkeypatch, cap
     monkeypatch.setattr(build, "find_nvcc", lambda: nvcc(build, "11.8", "70 75"))
     assert not build.make_plan().cuda
     said = capsys.readouterr().err
-    assert "dropped CUDA targets" in said and "*** CPU-ONLY BUILD: nvcc 11.8 supports none" in said
+    assert "dropped CUDA targets" in said and "*** CPU-ONLY BUILD: no CUDA target is left: sm_80 (nvcc 11.8" in said
 
 
 def test_cpu_never_looks_for_nvcc(build, monkeypatch) -> None:
@@ -154,8 +156,78 @@ def test_cuda_without_nvcc_says_what_is_missing(build, monkeypatch) -> None:
 def test_cuda_with_an_nvcc_of_no_use_fails(build, monkeypatch) -> None:
     monkeypatch.setattr(build, "find_nvcc", lambda: nvcc(build, "11.8", "70 75"))
     monkeypatch.setenv("SPECEYES_BUILD", "cuda")
-    with pytest.raises(SystemExit, match=r"nvcc 11\.8 supports none of the wanted CUDA targets"):
+    with pytest.raises(SystemExit, match=r"no CUDA target is left: .*sm_120\+PTX \(nvcc 11\.8 does not know it\)"):
         build.make_plan()
+
+
+@pytest.mark.parametrize(
+    ("targets", "reason"),
+    [
+        ("7.0", r"sm_70 \(the kernels need sm_80 or newer\)"),
+        ("Turing", r"sm_75\+PTX \(the kernels need sm_80 or newer\)"),
+        ("12.0", r"sm_120 \(nvcc 12\.0 does not know it\)"),
+        ("7.0;12.0", r"sm_70 \(the kernels need sm_80 or newer\), sm_120 \(nvcc 12\.0 does not know it\)"),
+    ],
+)
+def test_no_target_left_blames_whom_it_should(build, monkeypatch, capsys, targets: str, reason: str) -> None:
+    monkeypatch.setattr(build, "find_nvcc", lambda: nvcc(build, "12.0", "70 75 80 90"))
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", targets)
+    monkeypatch.setenv("SPECEYES_BUILD", "cuda")
+    with pytest.raises(SystemExit, match=f"SPECEYES_BUILD=cuda, but no CUDA target is left: {reason};"):
+        build.make_plan()
+    monkeypatch.setenv("SPECEYES_BUILD", "auto")
+    assert not build.make_plan().cuda
+    assert re.search(r"\*\*\* CPU-ONLY BUILD: no CUDA target is left: " + reason + r" \*\*\*", capsys.readouterr().err)
+
+
+def fake_nvcc(path: Path, says: str = "Cuda compilation tools, release 12.8, V12.8.1") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n[ $1 = --version ] && echo '{says}' || echo 'sm_80 sm_90a'\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.mark.parametrize("variable", ["CUDACXX", "CUDA_HOME", "CUDA_PATH"])
+@pytest.mark.parametrize("fault", ["absent", "not executable", "fails", "no nvcc"])
+def test_a_named_nvcc_that_is_wrong_is_refused(build, monkeypatch, tmp_path, variable: str, fault: str) -> None:
+    """Also where another one could be found: whoever names one means it."""
+    monkeypatch.setattr(build, "nvcc_candidates", lambda: [str(fake_nvcc(tmp_path / "other" / "nvcc"))])
+    path = tmp_path / "cuda" / "bin" / "nvcc"
+    if fault != "absent":
+        fake_nvcc(path, "clang version 18.1.0" if fault == "no nvcc" else "release 12.8")
+    if fault == "not executable":
+        path.chmod(0o644)
+    if fault == "fails":
+        path.write_text("#!/bin/sh\nexit 3\n")
+    reason = {
+        "absent": "does not run .*No such file",
+        "not executable": "does not run .*Permission denied",
+        "fails": "does not run",
+        "no nvcc": "is no nvcc",
+    }[fault]
+    value = path if variable == "CUDACXX" else tmp_path / "cuda"
+    monkeypatch.setenv(variable, str(value))
+    for mode in ("auto", "cuda"):
+        monkeypatch.setenv("SPECEYES_BUILD", mode)
+        with pytest.raises(SystemExit, match=f"{variable}={value} names the CUDA compiler, but .*{reason}") as caught:
+            build.make_plan()
+        assert f"Correct {variable}, or unset it" in str(caught.value) and "SPECEYES_BUILD=cpu" in str(caught.value)
+    monkeypatch.setenv("SPECEYES_BUILD", "cpu")
+    assert not build.make_plan().cuda
+
+
+def test_a_named_nvcc_goes_before_those_that_are_found(build, monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(build, "nvcc_candidates", lambda: pytest.fail("looked further"))
+    home = fake_nvcc(tmp_path / "home" / "bin" / "nvcc")
+    monkeypatch.setenv("CUDA_PATH", str(tmp_path / "nowhere"))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "home"))
+    assert build.find_nvcc().path == str(home)
+    direct = fake_nvcc(tmp_path / "direct" / "nvcc-12.8")
+    monkeypatch.setenv("CUDACXX", str(direct))
+    assert build.find_nvcc().path == str(direct)
+    monkeypatch.setenv("PATH", str(direct.parent), prepend=os.pathsep)
+    monkeypatch.setenv("CUDACXX", "nvcc-12.8")
+    assert build.find_nvcc().path == str(direct)
 
 
 def test_a_broken_nvcc_is_passed_over_aloud(build, monkeypatch, tmp_path, capsys) -> None:

@@ -175,6 +175,66 @@ def test_fakes_cover_every_op() -> None:
         ), name
 
 
+# ---- without torch ---------------------------------------------------------------------------------------------------
+
+BLOCKED = """
+import importlib.abc, sys
+class Absent(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition('.')[0] == {name!r}:
+            raise {error}
+sys.meta_path.insert(0, Absent())
+"""
+
+
+def without(folder: Path, name: str, error: str | None = None) -> dict[str, str]:
+    """The environment of an interpreter in which importing ``name`` fails."""
+    error = error or f"ModuleNotFoundError({f'No module named {name}'!r})"
+    (folder / "sitecustomize.py").write_text(BLOCKED.format(name=name, error=error))
+    return {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "cause"),
+    [
+        ("torch", None, "ModuleNotFoundError: No module named torch"),
+        ("numpy", None, "ModuleNotFoundError: No module named numpy"),
+        ("torch", "OSError('libcudart.so.13: cannot open')", "OSError: libcudart.so.13: cannot open"),
+    ],
+)
+def test_without_a_requirement_the_import_gives_the_command(tmp_path: Path, name: str, error: str, cause: str) -> None:
+    environment = without(tmp_path, name, error)
+    code = (
+        "try: import speceyes_kernels\nexcept ImportError as e: print(type(e).__name__, e, '| from', repr(e.__cause__))"
+    )
+    done = python(code, **environment)
+    assert done.returncode == 0, done.stderr
+    assert f"ImportError speceyes_kernels needs {name}, and `import {name}` failed: {cause}" in done.stdout
+    assert f"\n    {sys.executable} -m pip install '{'torch>=2.10' if name == 'torch' else 'numpy'}'\n" in done.stdout
+    assert f"| from {cause.partition(':')[0]}(" in done.stdout
+
+
+@pytest.mark.parametrize("arguments", [["--json"], ["--summary"], []])
+def test_the_report_works_without_torch_and_says_what_to_run(tmp_path: Path, arguments: list[str]) -> None:
+    full = os.environ | without(tmp_path, "torch")
+    command = [sys.executable, "-m", "speceyes_kernels.collect_env", *arguments]
+    done = subprocess.run(command, cwd=tmp_path, env=full, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)["requirements"] if arguments == ["--json"] else done.stdout
+    assert "speceyes_kernels needs torch, and `import torch` failed" in said
+    assert f"{sys.executable} -m pip install 'torch>=2.10'" in said
+
+
+def test_the_speceyes_command_reports_without_torch(tmp_path: Path) -> None:
+    pytest.importorskip("typer", reason="the extra cli is not installed")
+    (tmp_path / "speceyes").write_text("from speceyes_kernels.cli import main\nmain()\n")
+    full = os.environ | without(tmp_path, "torch")
+    command = [sys.executable, "speceyes", "collect-env", "--summary"]
+    done = subprocess.run(command, cwd=tmp_path, env=full, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "pip install 'torch>=2.10'" in done.stdout
+
+
 # ---- the report ------------------------------------------------------------------------------------------------------
 
 

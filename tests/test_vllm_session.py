@@ -131,11 +131,12 @@ def over(request: Request) -> bool:
     return len(request.output) >= request.params.max_tokens or bool(stops & set(request.output))
 
 
-@pytest.mark.parametrize("speculative", [False, True])
-def test_ten_thousand_requests(speculative: bool) -> None:
+@pytest.mark.parametrize(
+    ("speculative", "total"), [(False, 10_000), (True, 5_000), pytest.param(True, 10_000, marks=pytest.mark.slow)]
+)
+def test_ten_thousand_requests(speculative: bool, total: int) -> None:
     rng, gen = random.Random(5), torch.Generator().manual_seed(5)
     batch = Batch(8, ring=64)
-    total = 5_000 if speculative else 10_000
     made, checked, preempted_ever, waiting = 0, 0, 0, []
     parked: list[Request] = []
     asked: dict[str, int] = {}
