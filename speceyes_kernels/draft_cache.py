@@ -18,6 +18,7 @@ from torch import Tensor
 
 from . import _backends, _checks
 from .budget import CostModel, _as_count, _as_number
+from .scope_inference import ScopeInference
 from .structure import Structure, TokenBytes
 
 _STATS = (
@@ -74,6 +75,10 @@ class DraftCache:
         Threads that a batch is drafted by; None: ``torch.get_num_threads()``. Results do not depend on it.
     token_bytes : TokenBytes or sequence of bytes, optional
         The bytes of every token; needed where requests bring a structure.
+    infer_scopes : bool
+        What a request does not say is inferred: agent and query from its prompt's prefix
+        (:class:`~speceyes_kernels.scope_inference.ScopeInference`), the structure from the chat template's markers where
+        there are ``token_bytes``. False: requests without names share one scope, and have no blocks.
 
     Notes
     -----
@@ -94,6 +99,7 @@ class DraftCache:
         form: str = "equation",
         threads: int | None = None,
         token_bytes: TokenBytes | Sequence[bytes] | None = None,
+        infer_scopes: bool = True,
     ) -> None:
         max_tokens = _checks.as_int(max_tokens, "max_tokens", "an int >= 1")
         max_depth = _checks.as_int(max_depth, "max_depth", f"an int in 1..{MAX_DEPTH}")
@@ -127,6 +133,11 @@ class DraftCache:
         )
         self._closer = weakref.finalize(self, self._ops.draft_cache_free, self._handle)
         self.max_tokens, self.max_depth, self.strict_isolation = max_tokens, max_depth, strict_isolation
+        self._scopes: ScopeInference | None = None
+        self._structure: Structure | None = None  # of requests that send none
+        if infer_scopes:
+            self._scopes = ScopeInference(None if token_bytes is None else token_bytes.markers)
+            self._structure = None if token_bytes is None else Structure(token_bytes.markers.structure)
         self._requests: dict[Hashable, int] = {}
         self._next_request = 1
 
@@ -148,10 +159,12 @@ class DraftCache:
         prompt_ids : sequence of int
             Token ids [n].
         agent_id, query_id : int or str, optional
-            Whose response it will be, and to which task; None is a name like any other.
+            Whose response it will be, and to which task. None: inferred from the prompt, or with ``infer_scopes=False``
+            a name like any other.
         structure : Structure or str, optional
             Delimiters of the response's semantic blocks (see :class:`StructureTracker`); needs the cache's
-            ``token_bytes``. Compile a `Structure` once where many requests share it.
+            ``token_bytes``. Compile a `Structure` once where many requests share it. None: the chat template's blocks,
+            or none with ``infer_scopes=False``; ``""``: none.
 
         Raises
         ------
@@ -167,8 +180,13 @@ class DraftCache:
             structure = Structure(structure)
         number = self._next_request
         self._next_request += 1
-        agent = _scope("agent", agent_id)
-        query = _scope("query", agent_id, query_id)
+        if structure is None:
+            structure = self._structure
+        agent, query = _scope("agent", agent_id), _scope("query", agent_id, query_id)
+        if self._scopes is not None and (agent_id is None or query_id is None):
+            inferred = self._scopes.infer(prompt.numpy())
+            agent = inferred[0] if agent_id is None else agent
+            query = inferred[1] if query_id is None else query
         blocks = 0 if structure is None else structure._handle
         self._ops.draft_cache_start(self._handle, number, prompt, agent, query, blocks)
         self._requests[request_id] = number

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from . import _checks, _native
+from .scope_inference import ChatMarkers
 from .structure_reference import DEFAULT_NESTING, StructureError
 
 __all__ = ["Structure", "StructureError", "StructureTracker", "TokenBytes"]
@@ -94,10 +95,16 @@ class TokenBytes:
         ops = torch.ops.speceyes
         self._handle = ops.token_bytes_new(_bytes_tensor(b"".join(token_bytes)), torch.from_numpy(offsets))
         self._size = len(token_bytes)
+        self._markers = ChatMarkers.of(token_bytes)
         weakref.finalize(self, ops.token_bytes_release.default, self._handle)
 
     def __len__(self) -> int:
         return self._size
+
+    @property
+    def markers(self) -> ChatMarkers:
+        """The chat template's markers that the table holds."""
+        return self._markers
 
 
 def _bytes_tensor(data: bytes) -> torch.Tensor:
