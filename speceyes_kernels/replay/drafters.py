@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
+from ..budget import CostModel
 
 DEFAULT_CAP = 32
 BLOCKS = '[[("```", "```")], [("<tool_call>", "</tool_call>")]]'  # the structure that requests send in a replay
@@ -34,12 +37,22 @@ class Drafter:
 
     name = "none"
 
+    def begin(self, cost: CostModel) -> None:
+        """A replay begins; ``cost`` models its steps."""
+
     def start(self, request: Hashable, prompt: np.ndarray, agent: str, query: str) -> None:
         pass
 
-    def propose(self, requests: Sequence[Hashable]) -> tuple[list[list[int]], list[list[float]] | None]:
-        """Draft tokens of each request, and the probability of each prefix to be right where the drafter gives it."""
+    def propose(
+        self, requests: Sequence[Hashable], plain_tokens: int | None = None
+    ) -> tuple[list[list[int]], list[list[float]] | None]:
+        """Draft tokens of each request, and the probability of each prefix to be right where the drafter gives it.
+        ``plain_tokens``: of the step without drafts, those of requests that do not draft included."""
         return [[] for _ in requests], None
+
+    def draft_from(self, other: Drafter, request: Hashable) -> list[int]:
+        """A draft with these settings from the text that ``other`` holds; only of drafters that do not learn."""
+        raise DrafterError(f"drafter {self.name}: cannot draft from another's text")
 
     def extend(self, requests: Sequence[Hashable], tokens: Sequence[np.ndarray]) -> None:
         pass
@@ -65,6 +78,8 @@ class Ours(Drafter):
         Longest draft, longest context, bound of the cache.
     blocks : bool
         Requests send the structure `BLOCKS`; needs ``token_bytes``.
+    scopes : {"given", "inferred", "none"}
+        Requests say agent, query and structure; or the cache infers them; or it knows none of them.
     token_bytes : sequence of bytes, optional
         The bytes of every token.
     """
@@ -78,10 +93,14 @@ class Ours(Drafter):
         depth: int = 64,
         max_tokens: int = 1 << 24,
         blocks: bool = True,
+        scopes: str = "given",
         token_bytes: Sequence[bytes] | None = None,
     ) -> None:
         from ..draft_cache import DraftCache
         from ..structure import Structure
+
+        if scopes not in ("given", "inferred", "none"):
+            raise DrafterError(f"drafter ours: scopes: expected given, inferred or none, got {scopes!r}")
 
         self.cap, self.theta, self.learns = int(cap), float(theta), estimator == "mixer"
         self.cache = DraftCache(
@@ -90,20 +109,29 @@ class Ours(Drafter):
             max_depth=int(depth),
             strict_isolation=bool(strict),
             estimator=estimator,
-            token_bytes=token_bytes if blocks else None,
+            token_bytes=token_bytes,
+            infer_scopes=scopes == "inferred",
         )
-        self.structure = Structure(BLOCKS) if blocks and token_bytes is not None else None
+        self.scopes, self.structure = scopes, None
+        if not blocks and token_bytes is not None:
+            self.structure = Structure("")
+        elif scopes == "given" and token_bytes is not None:
+            self.structure = Structure(BLOCKS)
         kind = ("ours" if estimator == "mixer" else f"ours {estimator}") + (" strict" if strict else "")
-        kind += "" if self.structure is not None else " no-blocks"
+        kind += f" scopes={scopes}" if scopes != "given" else ""
+        kind += "" if blocks and token_bytes is not None else " no-blocks"
         self.name = f"{kind} theta={self.theta:g}" + (f" cap={self.cap}" if self.cap != DEFAULT_CAP else "")
 
     def start(self, request: Hashable, prompt: np.ndarray, agent: str, query: str) -> None:
-        self.cache.start(request, prompt, agent_id=agent, query_id=query, structure=self.structure)
+        names = {"agent_id": agent, "query_id": query} if self.scopes == "given" else {}
+        self.cache.start(request, prompt, **names, structure=self.structure)
         self.cache.propose(
             [request], max_draft_tokens=0
         )  # judges the first token, which is learned from but not drafted
 
-    def propose(self, requests: Sequence[Hashable]) -> tuple[list[list[int]], list[list[float]] | None]:
+    def propose(
+        self, requests: Sequence[Hashable], plain_tokens: int | None = None
+    ) -> tuple[list[list[int]], list[list[float]] | None]:
         drafts = self.cache.propose(requests, max_draft_tokens=self.cap, min_survival=self.theta)
         rows = list(zip(drafts.tokens.tolist(), drafts.survival.tolist(), drafts.lengths.tolist(), strict=True))
         return [t[:n] for t, _, n in rows], [s[:n] for _, s, n in rows]
@@ -154,19 +182,22 @@ class Arctic(Drafter):
         self._texts[request] = (text, len(prompt))
         self.cache.start_request(request, text[: len(prompt)])
 
-    def propose(self, requests: Sequence[Hashable]) -> tuple[list[list[int]], list[list[float]] | None]:
-        drafts, depth = [], self.depth
-        for request in requests:
-            text, n = self._texts[request]
-            draft = self.cache.speculate(
-                request,
-                text[max(0, n - depth) : n],
-                max_spec_tokens=self.cap,
-                max_spec_factor=self.factor,
-                min_token_prob=self.prob,
-            )
-            drafts.append(draft.token_ids)
-        return drafts, None
+    def propose(
+        self, requests: Sequence[Hashable], plain_tokens: int | None = None
+    ) -> tuple[list[list[int]], list[list[float]] | None]:
+        return [self.draft_from(self, request) for request in requests], None
+
+    def draft_from(self, other: Drafter, request: Hashable) -> list[int]:
+        assert isinstance(other, Arctic) and other.depth == self.depth
+        text, n = other._texts[request]
+        draft = other.cache.speculate(
+            request,
+            text[max(0, n - self.depth) : n],
+            max_spec_tokens=self.cap,
+            max_spec_factor=self.factor,
+            min_token_prob=self.prob,
+        )
+        return draft.token_ids
 
     def extend(self, requests: Sequence[Hashable], tokens: Sequence[np.ndarray]) -> None:
         for request, new in zip(requests, tokens, strict=True):
@@ -204,7 +235,9 @@ class Ngram(Drafter):
     def start(self, request: Hashable, prompt: np.ndarray, agent: str, query: str) -> None:
         self._texts[request] = bytearray(np.ascontiguousarray(prompt, np.int32).tobytes())
 
-    def propose(self, requests: Sequence[Hashable]) -> tuple[list[list[int]], list[list[float]] | None]:
+    def propose(
+        self, requests: Sequence[Hashable], plain_tokens: int | None = None
+    ) -> tuple[list[list[int]], list[list[float]] | None]:
         return [self._draft(self._texts[r]) for r in requests], None
 
     def _draft(self, text: bytearray) -> list[int]:
@@ -231,7 +264,7 @@ _KINDS: dict[str, Callable[..., Drafter]] = {"ours": Ours, "arctic": Arctic, "ng
 _SETTINGS: dict[str, dict[str, Callable[[str], object]]] = {
     "ours": {
         "estimator": str, "theta": float, "strict": lambda v: bool(int(v)), "cap": int, "depth": int, "max_tokens": int,
-        "blocks": lambda v: bool(int(v)),
+        "blocks": lambda v: bool(int(v)), "scopes": str,
     },
     "arctic": {"depth": int, "factor": float, "prob": float, "cap": int, "cached": int},
     "ngram": {"tokens": int, "most": int, "least": int},
@@ -239,11 +272,36 @@ _SETTINGS: dict[str, dict[str, Callable[[str], object]]] = {
 }  # fmt: skip
 
 
-def parse_drafters(text: str, token_bytes: Sequence[bytes] | None = None) -> list[Callable[[], Drafter]]:
-    """Makers of drafters from ``KIND[:setting=value[/value...],...]``; several values are a sweep over all mixtures.
+@dataclass(frozen=True)
+class DrafterSpec:
+    """One drafter with its settings, written as text: what a job of a sweep names and another process makes."""
 
-    ``ours:theta=.25/.5``, ``ours:estimator=counts``, ``ours:strict=1``, ``ours:blocks=0``, ``arctic:depth=24/64,factor=1,prob=.1/.3``,
-    ``ngram:tokens=5,most=4``, ``none``. ``token_bytes``: of every token; without them ours knows no semantic blocks.
+    text: str
+    kind: str
+    settings: tuple[tuple[str, object], ...]
+
+    def make(self, token_bytes: Sequence[bytes] | None = None) -> Drafter:
+        """A fresh drafter. ``token_bytes``: of every token; without them ours knows no semantic blocks.
+
+        Raises
+        ------
+        DrafterError
+            Settings out of range, or a rival's package is missing.
+        """
+        more = {"token_bytes": token_bytes} if self.kind == "ours" else {}
+        try:
+            return _KINDS[self.kind](**dict(self.settings), **more)
+        except ValueError as error:
+            if isinstance(error, DrafterError):
+                raise
+            raise DrafterError(f"drafter {self.text}: {error}") from None
+
+
+def drafter_specs(text: str) -> list[DrafterSpec]:
+    """Drafters from ``KIND[:setting=value[/value...],...]``; several values are a sweep over all mixtures.
+
+    ``ours:theta=.25/.5``, ``ours:estimator=counts``, ``ours:strict=1``, ``ours:blocks=0``,
+    ``arctic:depth=24/64,factor=1,prob=.1/.3``, ``ngram:tokens=5,most=4``, ``none``.
 
     Raises
     ------
@@ -254,7 +312,7 @@ def parse_drafters(text: str, token_bytes: Sequence[bytes] | None = None) -> lis
     if kind not in _KINDS:
         raise DrafterError(f"drafter: expected one of {', '.join(_KINDS)}, got {kind!r} in {text!r}")
     known = _SETTINGS[kind]
-    sweep: dict[str, list[object]] = {}
+    sweep: dict[str, list[tuple[str, object]]] = {}
     for part in filter(None, rest.split(",")):
         name, _, values = part.partition("=")
         if name not in known:
@@ -262,13 +320,17 @@ def parse_drafters(text: str, token_bytes: Sequence[bytes] | None = None) -> lis
                 f"drafter {kind}: expected settings among {', '.join(known) or '(none)'}, got {name!r} in {text!r}"
             )
         try:
-            sweep[name] = [known[name](v) for v in values.split("/")]
+            sweep[name] = [(v, known[name](v)) for v in values.split("/")]
         except ValueError:
             raise DrafterError(f"drafter {kind}: {name}: cannot read {values!r} in {text!r}") from None
-    mixtures = [dict(zip(sweep, values, strict=True)) for values in itertools.product(*sweep.values())]
+    specs = []
+    for values in itertools.product(*sweep.values()):
+        words = ",".join(f"{name}={word}" for name, (word, _) in zip(sweep, values, strict=True))
+        settings = tuple((name, value) for name, (_, value) in zip(sweep, values, strict=True))
+        specs.append(DrafterSpec(f"{kind}:{words}" if words else kind, kind, settings))
+    return specs
 
-    def maker(settings: dict[str, object]) -> Callable[[], Drafter]:
-        more = {"token_bytes": token_bytes} if kind == "ours" else {}
-        return lambda: _KINDS[kind](**settings, **more)
 
-    return [maker(settings) for settings in mixtures]
+def parse_drafters(text: str, token_bytes: Sequence[bytes] | None = None) -> list[Callable[[], Drafter]]:
+    """Makers of drafters, for each of :func:`drafter_specs`."""
+    return [functools.partial(spec.make, token_bytes) for spec in drafter_specs(text)]
