@@ -43,12 +43,13 @@ int torch_threads() {
 
 // token_bytes 0: no structure is followed.
 int64_t draft_cache_new(int64_t max_tokens, int64_t max_depth, bool strict_isolation, bool counts_only,
-                        int64_t token_bytes) {
+                        int64_t levels, int64_t token_bytes) {
   CacheOptions o;
   o.max_tokens = max_tokens;
   o.max_depth = int(max_depth);
   o.strict_isolation = strict_isolation;
   o.counts_only = counts_only;
+  o.levels = uint32_t(levels);
   if (token_bytes != 0) o.token_bytes = tables().get(token_bytes);
   return caches().add(std::make_shared<Locked>(o));
 }
@@ -148,7 +149,8 @@ std::vector<int64_t> draft_cache_stats(int64_t handle) {
 
 STABLE_TORCH_LIBRARY_FRAGMENT(speceyes, m) {
   m.def(
-      "draft_cache_new(int max_tokens, int max_depth, bool strict_isolation, bool counts_only, int token_bytes) -> int");
+      "draft_cache_new(int max_tokens, int max_depth, bool strict_isolation, bool counts_only, int levels, int token_bytes) "
+      "-> int");
   m.def("draft_cache_free(int cache) -> ()");
   m.def("draft_cache_start(int cache, int request, Tensor prompt, int agent, int query, int structure) -> ()");
   m.def("draft_cache_extend(int cache, Tensor requests, Tensor tokens, Tensor offsets) -> ()");

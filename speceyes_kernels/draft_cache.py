@@ -75,6 +75,9 @@ class DraftCache:
         Threads that a batch is drafted by; None: ``torch.get_num_threads()``. Results do not depend on it.
     token_bytes : TokenBytes or sequence of bytes, optional
         The bytes of every token; needed where requests bring a structure.
+    levels : str
+        Which levels are asked, of L (this rollout), Q (same query), A (same agent) and G (all). For finding out what
+        each is worth; all are kept up to date. Not with ``strict_isolation``.
     infer_scopes : bool
         What a request does not say is inferred: agent and query from its prompt's prefix
         (:class:`~speceyes_kernels.scope_inference.ScopeInference`), the structure from the chat template's markers where
@@ -99,6 +102,7 @@ class DraftCache:
         form: str = "equation",
         threads: int | None = None,
         token_bytes: TokenBytes | Sequence[bytes] | None = None,
+        levels: str = "LQAG",
         infer_scopes: bool = True,
     ) -> None:
         max_tokens = _checks.as_int(max_tokens, "max_tokens", "an int >= 1")
@@ -109,6 +113,10 @@ class DraftCache:
             raise ValueError(f"max_depth: expected an int in 1..{MAX_DEPTH}, got {max_depth}")
         if estimator not in ("mixer", "counts"):
             raise ValueError(f"estimator: expected 'mixer' or 'counts', got {estimator!r}")
+        if not isinstance(levels, str) or not levels or len(set(levels)) != len(levels) or set(levels) - set("LQAG"):
+            raise ValueError(f"levels: expected some of the letters L, Q, A, G, got {levels!r}")
+        if strict_isolation and len(levels) != 4:
+            raise ValueError(f"levels: expected all of them with strict_isolation, got {levels!r}")
         if policy not in _POLICIES:
             raise ValueError(f"policy: expected 'survival', 'agentspec' or None, got {policy!r}")
         if form not in ("equation", "algorithm"):
@@ -129,6 +137,7 @@ class DraftCache:
             max_depth,
             strict_isolation,
             estimator == "counts",
+            sum(1 << "LQAG".index(level) for level in levels),
             0 if token_bytes is None else token_bytes._handle,
         )
         self._closer = weakref.finalize(self, self._ops.draft_cache_free, self._handle)

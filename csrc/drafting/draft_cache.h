@@ -21,6 +21,7 @@ struct CacheOptions {
   int max_depth = kMaxDepth;
   bool strict_isolation = false;  // one cache per (agent, query, block), as published, instead of all levels
   bool counts_only = false;       // plain count probabilities instead of the estimator
+  uint32_t levels = (1u << kSources) - 1;  // bit s: source s is asked; to find out what each is worth
   std::shared_ptr<const TokenBytes> token_bytes;  // without it no structure is followed
 };
 

@@ -36,7 +36,7 @@ void DraftCache::begin(Chain& c) const {
     c.match[s] = {kNone, 0};
     c.behind[s] = 0;
     c.leapt[s] = false;
-    if (r.roots[s] != kNone && !(s == 0 && options_.strict_isolation))
+    if (r.roots[s] != kNone && (options_.levels >> s & 1) && !(s == 0 && options_.strict_isolation))
       c.match[s] = forest_.find(r.roots[s], c.context);
   }
 }

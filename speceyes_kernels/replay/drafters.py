@@ -36,6 +36,7 @@ class Drafter:
     """
 
     name = "none"
+    budget = "own"  # "global": drafts are the batch's best already
 
     def begin(self, cost: CostModel) -> None:
         """A replay begins; ``cost`` models its steps."""
@@ -78,6 +79,12 @@ class Ours(Drafter):
         Longest draft, longest context, bound of the cache.
     blocks : bool
         Requests send the structure `BLOCKS`; needs ``token_bytes``.
+    policy : {"theta", "survival", "agentspec"}
+        A draft ends at ``theta``; or the cache shares the batch's budget, by the replay's cost model.
+    alpha : float
+        Of ``policy="agentspec"``.
+    levels : str
+        Which levels are asked: letters of LQAG.
     scopes : {"given", "inferred", "none"}
         Requests say agent, query and structure; or the cache infers them; or it knows none of them.
     token_bytes : sequence of bytes, optional
@@ -93,18 +100,25 @@ class Ours(Drafter):
         depth: int = 64,
         max_tokens: int = 1 << 24,
         blocks: bool = True,
+        policy: str = "theta",
+        alpha: float = 4096.0,
+        levels: str = "LQAG",
         scopes: str = "given",
         token_bytes: Sequence[bytes] | None = None,
     ) -> None:
         from ..draft_cache import DraftCache
         from ..structure import Structure
 
+        if policy not in ("theta", "survival", "agentspec"):
+            raise DrafterError(f"drafter ours: policy: expected theta, survival or agentspec, got {policy!r}")
         if scopes not in ("given", "inferred", "none"):
             raise DrafterError(f"drafter ours: scopes: expected given, inferred or none, got {scopes!r}")
 
         self.cap, self.theta, self.learns = int(cap), float(theta), estimator == "mixer"
         self.cache = DraftCache(
-            policy=None,
+            policy=None if policy == "theta" else policy,
+            alpha=float(alpha),
+            levels=levels,
             max_tokens=int(max_tokens),
             max_depth=int(depth),
             strict_isolation=bool(strict),
@@ -118,9 +132,19 @@ class Ours(Drafter):
         elif scopes == "given" and token_bytes is not None:
             self.structure = Structure(BLOCKS)
         kind = ("ours" if estimator == "mixer" else f"ours {estimator}") + (" strict" if strict else "")
+        kind += f" {policy}" if policy != "theta" else ""
+        kind += f" alpha={alpha:g}" if policy == "agentspec" else ""
+        kind += f" levels={levels}" if levels != "LQAG" else ""
         kind += f" scopes={scopes}" if scopes != "given" else ""
         kind += "" if blocks and token_bytes is not None else " no-blocks"
-        self.name = f"{kind} theta={self.theta:g}" + (f" cap={self.cap}" if self.cap != DEFAULT_CAP else "")
+        if policy == "theta":
+            kind += f" theta={self.theta:g}"
+        else:
+            self.budget, self.theta = "global", 0.0
+        self.name = kind + (f" cap={self.cap}" if self.cap != DEFAULT_CAP else "")
+
+    def begin(self, cost: CostModel) -> None:
+        self.cache.cost = cost
 
     def start(self, request: Hashable, prompt: np.ndarray, agent: str, query: str) -> None:
         names = {"agent_id": agent, "query_id": query} if self.scopes == "given" else {}
@@ -132,7 +156,11 @@ class Ours(Drafter):
     def propose(
         self, requests: Sequence[Hashable], plain_tokens: int | None = None
     ) -> tuple[list[list[int]], list[list[float]] | None]:
-        drafts = self.cache.propose(requests, max_draft_tokens=self.cap, min_survival=self.theta)
+        drafts = self.cache.propose(
+            requests, max_draft_tokens=self.cap, min_survival=self.theta, plain_tokens=plain_tokens
+        )
+        if self.budget == "global":
+            return [t[:n] for t, n in zip(drafts.tokens.tolist(), drafts.lengths.tolist(), strict=True)], None
         rows = list(zip(drafts.tokens.tolist(), drafts.survival.tolist(), drafts.lengths.tolist(), strict=True))
         return [t[:n] for t, _, n in rows], [s[:n] for _, s, n in rows]
 
@@ -265,6 +293,7 @@ _SETTINGS: dict[str, dict[str, Callable[[str], object]]] = {
     "ours": {
         "estimator": str, "theta": float, "strict": lambda v: bool(int(v)), "cap": int, "depth": int, "max_tokens": int,
         "blocks": lambda v: bool(int(v)), "scopes": str,
+        "policy": str, "alpha": float, "levels": str,
     },
     "arctic": {"depth": int, "factor": float, "prob": float, "cap": int, "cached": int},
     "ngram": {"tokens": int, "most": int, "least": int},

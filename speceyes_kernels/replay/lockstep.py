@@ -175,7 +175,7 @@ def replay(
     time_of = cost.time
     chosen = budget
     drafter.begin(cost)
-    result = ReplayResult(drafter.name, trace, batch, "own", intensity)
+    result = ReplayResult(drafter.name, trace, batch, drafter.budget, intensity)
     result.plain_time = plain_time(rollouts, batch, time_of)
     waiting = iter(enumerate(r for r in rollouts if r.response_tokens))
     active: list[_Slot] = []
