@@ -78,18 +78,22 @@ def _run_group(jobs: Sequence[Job]) -> list[ReplayResult]:
     rollouts = rollouts_of(job.trace, job.tokenizer, job.limit)
     made = [drafter_specs(j.drafter)[0].make(_tokenizer(job.tokenizer)[1]) for j in jobs]
     model = {"intensity": job.intensity, "slope": job.slope, "trace": job.trace_name}
-    if len(jobs) > 1:
+    if _shares_a_cache(job):
         return replay_settings(rollouts, made[0], made, **model)
     return [replay(rollouts, made[0], batch=job.batch, budget=job.budget, **model)]
+
+
+def _shares_a_cache(job: Job) -> bool:
+    return job.drafter.startswith("arctic") and job.batch == 1 and job.budget is None
 
 
 def _groups(jobs: Sequence[Job]) -> list[list[Job]]:
     """Jobs that are replayed together: Arctic's settings of one depth, one rollout at a time, share one cache."""
     groups: dict[object, list[Job]] = {}
     for job in jobs:
-        (spec,) = drafter_specs(job.drafter)
         shared: object = job
-        if spec.kind == "arctic" and job.batch == 1 and job.budget is None:
+        if _shares_a_cache(job):
+            (spec,) = drafter_specs(job.drafter)
             own = tuple(sorted((k, v) for k, v in spec.settings if k not in ("factor", "prob", "cap")))
             shared = (dataclasses.replace(job, drafter="arctic"), own)
         groups.setdefault(shared, []).append(job)
@@ -172,7 +176,7 @@ def _key(job: Job) -> str:
     """Names a job by its contents: file, settings, and the code that replays it."""
     (spec,) = drafter_specs(job.drafter)
     settings = dataclasses.asdict(job) | {"trace": _file_digest(job.trace), "name": job.trace_name}
-    code = _code_digest(spec.kind)
+    code = _code_digest(spec.kind, _shares_a_cache(job))
     return hashlib.sha256(json.dumps([settings, code], sort_keys=True).encode()).hexdigest()[:24]
 
 
@@ -182,8 +186,9 @@ def _file_digest(path: str) -> str:
 
 
 @functools.cache
-def _code_digest(kind: str) -> str:
-    parts = (traces, lockstep.replay, lockstep.replay_settings, lockstep.right_tokens, lockstep.plain_time)
+def _code_digest(kind: str, shares: bool) -> str:
+    loop = lockstep.replay_settings if shares else lockstep.replay
+    parts = (traces, loop, lockstep.right_tokens, lockstep.plain_time)
     code = [inspect.getsource(part) for part in (*parts, drafters._KINDS[kind])]
     if kind == "arctic":
         code.append(importlib.metadata.version("arctic-inference"))
