@@ -132,6 +132,8 @@ def run_jobs(
     list of ReplayResult
         In the order of `jobs`.
     """
+    for job in jobs:
+        drafter_specs(job.drafter)  # refused before anything runs
     found: dict[Job, ReplayResult] = {}
     files: dict[Job, Path] = {}
     waiting: list[Job] = []
