@@ -13,6 +13,7 @@ from . import _backends, _checks
 from .separability import Backend, Form, TopkStats, empty_stats
 
 _MAX_OFFSET = 1 << 62
+_DTYPES = (torch.float32, torch.int64, torch.float32)
 
 
 class PartialTopk(NamedTuple):
@@ -80,26 +81,26 @@ def partial_topk(
 def _check_partials(partials: Sequence[PartialTopk]) -> None:
     if isinstance(partials, PartialTopk) or not isinstance(partials, Sequence) or not partials:
         raise ValueError(f"partials: expected a non-empty list of PartialTopk, got {_checks.describe(partials)}")
-    first = partials[0]
     for i, p in enumerate(partials):
         if not isinstance(p, PartialTopk):
             raise TypeError(f"partials[{i}]: expected a PartialTopk, got {_checks.describe(p)}")
-        if p.values.dim() != 2 or p.values.shape != first.values.shape or p.values.device != first.values.device:
+        for name, tensor, dtype in zip(p._fields, p, _DTYPES, strict=True):
+            if not isinstance(tensor, Tensor) or tensor.dtype is not dtype:
+                raise TypeError(f"partials[{i}].{name}: expected a tensor of {dtype}, got {_checks.describe(tensor)}")
+            _checks.check_dense(tensor, f"partials[{i}].{name}")
+        first = partials[0].values
+        if p.values.dim() != 2 or p.values.shape != first.shape or p.values.device != first.device:
             raise ValueError(
                 f"partials[{i}].values: expected the shape and device of partials[0] "
-                f"({_checks.describe(first.values)}), got {_checks.describe(p.values)}"
+                f"({_checks.describe(first)}), got {_checks.describe(p.values)}"
             )
-        rows = p.values.shape[:1]
-        for name, tensor, dtype in (
-            ("values", p.values, torch.float32),
-            ("argmax", p.argmax, torch.int64),
-            ("lse", p.lse, torch.float32),
-        ):
-            if tensor.dtype is not dtype:
-                raise TypeError(f"partials[{i}].{name}: expected {dtype}, got {_checks.describe(tensor)}")
-            if name != "values" and (tensor.shape != rows or tensor.device != first.values.device):
-                raise ValueError(f"partials[{i}].{name}: expected shape {tuple(rows)}, got {_checks.describe(tensor)}")
-    _checks.check_k(first.values.shape[1])
+        for name, tensor in (("argmax", p.argmax), ("lse", p.lse)):
+            if tensor.shape != first.shape[:1] or tensor.device != first.device:
+                raise ValueError(
+                    f"partials[{i}].{name}: expected shape {tuple(first.shape[:1])} on {first.device}, "
+                    f"got {_checks.describe(tensor)}"
+                )
+    _checks.check_k(partials[0].values.shape[1])
 
 
 def _merge(
@@ -121,7 +122,8 @@ def merge_partials(partials: Sequence[PartialTopk], *, backend: Backend = "auto"
     Parameters
     ----------
     partials : sequence of PartialTopk
-        One per shard, in any order, all of the same N and k. Together the shards must hold at least k valid columns.
+        One per shard, in any order, all of the same N and k. Where the shards together hold fewer than k valid columns
+        (the unsharded op refuses that; here no shard knows), the missing ones count as logits of -inf.
 
     Returns
     -------

@@ -252,6 +252,44 @@ def test_errors_are_those_of_the_full_checks_in_every_backend(call, error, text,
         call(backend)
 
 
+PART = sk.partial_topk(torch.zeros(3, 100), 8, offset=0, backend="reference")
+
+
+@pytest.mark.parametrize(
+    ("parts", "error", "text"),
+    [
+        (
+            [PART, PART._replace(values=None)],
+            TypeError,
+            r"partials\[1\].values: expected a tensor of torch.float32, got N",
+        ),
+        (
+            [PART._replace(values=None)],
+            TypeError,
+            r"partials\[0\].values: expected a tensor of torch.float32, got NoneType",
+        ),
+        ([PART._replace(lse=[0.0] * 3)], TypeError, r"partials\[0\].lse: expected a tensor of torch.float32, got list"),
+        ([PART._replace(argmax=1)], TypeError, r"partials\[0\].argmax: expected a tensor of torch.int64, got int 1"),
+        (
+            [PART, PART._replace(argmax=PART.argmax.int())],
+            TypeError,
+            r"partials\[1\].argmax: expected a tensor of torch.int6",
+        ),
+        ([PART._replace(values=PART.values.to_sparse())], TypeError, r"partials\[0\].values: expected a dense tensor"),
+        ([PART._replace(lse=PART.lse[:2])], ValueError, r"partials\[0\].lse: expected shape \(3,\) on cpu"),
+        ([PART._replace(values=PART.values[0])], ValueError, r"partials\[0\].values: expected the shape"),
+        ([PART, tuple(PART)], TypeError, r"partials\[1\]: expected a PartialTopk, got tuple"),
+        ([None], TypeError, r"partials\[0\]: expected a PartialTopk, got NoneType"),
+        (None, ValueError, r"partials: expected a non-empty list of PartialTopk, got NoneType"),
+        (torch.zeros(2, 3), ValueError, r"partials: expected a non-empty list of PartialTopk, got a 2-D"),
+    ],
+)
+def test_partials_that_are_none(parts, error, text):
+    for merge in (sk.merge_partials, sk.partials_separability):
+        with pytest.raises(error, match=text):
+            merge(parts)
+
+
 def test_native_ops_refuse_shared_memory_themselves():
     """For callers of torch.ops; and what the short way relies on."""
     native, x = ops("cpu"), _buffer()

@@ -79,6 +79,17 @@ def _rank(rank: int, world: int, meeting: str, vocab: int, backend: str) -> None
         dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("form", ["exclude_top1", "include_top1"])
+def test_shards_of_fewer_columns_than_k_count_the_missing_ones_as_minus_infinity(backend, form):
+    x, k = edge_batch(96, torch.float32)[:, :37].contiguous(), 64
+    padded = torch.nn.functional.pad(x, (0, k - 37), value=-torch.inf)
+    parts = [sk.partial_topk(x[:, a:b], k, offset=a, backend=backend) for a, b in [(0, 20), (20, 20), (20, 37)]]
+    assert_same_but_lse(sk.merge_partials(parts, backend=backend), sk.topk_stats(padded, k, backend=backend))
+    score = sk.partials_separability(parts, form=form, backend=backend)
+    assert torch.equal(score, sk.token_separability(padded, k, form=form, backend=backend))
+
+
 @pytest.mark.parametrize("world", [2, 4])
 def test_real_process_group(world, tmp_path):
     mp.spawn(_rank, (world, str(tmp_path / "meeting"), 1003, "auto"), nprocs=world)
