@@ -190,11 +190,11 @@ void implement(torch::stable::detail::StableLibrary& m) {
 }  // namespace
 }  // namespace speceyes::binding
 
-#define SCORE "int k, int valid_vocab, bool include_top1, float eps, int min_competitors"
+#define SCORE "int k, SymInt valid_vocab, bool include_top1, float eps, int min_competitors"
 #define STATE "Tensor(a!) sums, Tensor(b!) mins, Tensor(c!) counts, Tensor(d!) scores"
 
 STABLE_TORCH_LIBRARY_FRAGMENT(speceyes, m) {
-  m.def("topk_stats(Tensor logits, int k, int valid_vocab, Tensor(a!) top1, Tensor(b!) argmax, Tensor(c!) mean, "
+  m.def("topk_stats(Tensor logits, int k, SymInt valid_vocab, Tensor(a!) top1, Tensor(b!) argmax, Tensor(c!) mean, "
         "Tensor(d!) std, Tensor(e!) lse, Tensor(f!) count) -> ()");
   m.def("token_separability(Tensor logits, " SCORE ", Tensor(a!) out) -> ()");
   m.def("answer_separability(Tensor logits, Tensor cu_seqlens, Tensor? token_mask, " SCORE ", int[] pools, "
@@ -205,7 +205,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(speceyes, m) {
         ") -> ()");
   m.def("pool_read(Tensor sums, Tensor mins, Tensor counts, Tensor scores, Tensor? slots, int[] pools, "
         "float bottom_share, bool bottom_ceil, Tensor(a!) out) -> ()");
-  m.def("partial_topk(Tensor logits, int k, int valid_vocab, int offset, Tensor(a!) values, Tensor(b!) argmax, "
+  m.def("partial_topk(Tensor logits, int k, SymInt valid_vocab, int offset, Tensor(a!) values, Tensor(b!) argmax, "
         "Tensor(c!) lse) -> ()");
   m.def("merge_partials(Tensor values, Tensor argmaxes, Tensor lses, bool include_top1, float eps, "
         "int min_competitors, Tensor(a!) top1, Tensor(b!) argmax, Tensor(c!) mean, Tensor(d!) std, Tensor(e!) lse, "

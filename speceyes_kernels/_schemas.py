@@ -9,11 +9,11 @@ from __future__ import annotations
 #: Number of every pool, in the order of ``csrc/separability/separability.h``.
 POOL_IDS = {"min": 0, "mean": 1, "bottom": 2, "log": 3, "min_logprob": 4}
 
-_SCORE = "int k, int valid_vocab, bool include_top1, float eps, int min_competitors"
+_SCORE = "int k, SymInt valid_vocab, bool include_top1, float eps, int min_competitors"
 _STATE = "Tensor(a!) sums, Tensor(b!) mins, Tensor(c!) counts, Tensor(d!) scores"
 
 SEPARABILITY_SCHEMAS: dict[str, str] = {
-    "topk_stats": "(Tensor logits, int k, int valid_vocab, Tensor(a!) top1, Tensor(b!) argmax, Tensor(c!) mean, "
+    "topk_stats": "(Tensor logits, int k, SymInt valid_vocab, Tensor(a!) top1, Tensor(b!) argmax, Tensor(c!) mean, "
     "Tensor(d!) std, Tensor(e!) lse, Tensor(f!) count) -> ()",
     "token_separability": f"(Tensor logits, {_SCORE}, Tensor(a!) out) -> ()",
     "answer_separability": f"(Tensor logits, Tensor cu_seqlens, Tensor? token_mask, {_SCORE}, int[] pools, "
@@ -22,7 +22,7 @@ SEPARABILITY_SCHEMAS: dict[str, str] = {
     "pool_update_scores": f"(Tensor token_scores, Tensor? token_logps, Tensor slots, Tensor? accepted, {_STATE}) -> ()",
     "pool_read": "(Tensor sums, Tensor mins, Tensor counts, Tensor scores, Tensor? slots, int[] pools, "
     "float bottom_share, bool bottom_ceil, Tensor(a!) out) -> ()",
-    "partial_topk": "(Tensor logits, int k, int valid_vocab, int offset, Tensor(a!) values, Tensor(b!) argmax, "
+    "partial_topk": "(Tensor logits, int k, SymInt valid_vocab, int offset, Tensor(a!) values, Tensor(b!) argmax, "
     "Tensor(c!) lse) -> ()",
     "merge_partials": "(Tensor values, Tensor argmaxes, Tensor lses, bool include_top1, float eps, "
     "int min_competitors, Tensor(a!) top1, Tensor(b!) argmax, Tensor(c!) mean, Tensor(d!) std, Tensor(e!) lse, "

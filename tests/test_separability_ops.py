@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from separability_cases import ALL_POOLS, edge_batch
+from torch._dynamo.testing import CompileCounter
 
 import speceyes_kernels as sk
 from speceyes_kernels._backends import ops
@@ -80,6 +81,30 @@ def test_compile_fullgraph_gives_the_same(backend):
     compiled = torch.compile(everything, fullgraph=True)(x, cu, slots)
     for a, b in zip(eager, compiled, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_one_dynamic_graph_takes_every_vocabulary(backend):
+    """`valid_vocab` is a symbolic size: no recompilation a value, nor a width."""
+    x, cu = edge_batch(300, torch.float32), torch.tensor([0, 4, 9])
+
+    def everything(x, cu, valid):
+        pool = sk.SeparabilityPool(2, max_tokens=9, k=8, backend=backend)
+        return (
+            *sk.topk_stats(x, 8, valid_vocab=valid, backend=backend),
+            sk.token_separability(x, 8, valid_vocab=valid, backend=backend),
+            *sk.answer_separability(x, cu, 8, pool=("min", "log"), valid_vocab=valid, backend=backend),
+            *sk.partial_topk(x, 8, offset=20, valid_vocab=valid, backend=backend),
+            pool.update(x[:, :valid], cu[:1].expand(x.shape[0])),
+        )
+
+    compiler = CompileCounter()
+    compiled = torch.compile(everything, fullgraph=True, dynamic=True, backend=compiler)
+    for rows, width, valid in [(9, 300, 200), (9, 300, 250), (9, 300, 64), (9, 280, 279), (9, 290, 100)]:
+        part = x[:rows, :width].clone()
+        for a, b in zip(compiled(part, cu, valid), everything(part, cu, valid), strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+    assert compiler.frame_count == 1
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference"])
