@@ -24,6 +24,7 @@ struct DraftCache::Batch {
   const Proposal& p;
   Chain* chain;
   uint8_t* open;
+  int behind = 0;  // positions behind its cap that a draft may be judged to
 };
 
 // ---- one draft ----------------------------------------------------------------------------------------------------------
@@ -150,21 +151,23 @@ void DraftCache::grow(Batch& b, int32_t row, int32_t length, uint64_t key) {
   Chain& c = b.chain[row];
   Live& r = *c.live;
   int32_t& known = p.lengths[row];
+  length = std::min(length, c.cap + b.behind);
   float* const survival = p.survival + int64_t(row) * p.most;
   while (c.more && c.judged < length && slot_key(c.alive, c.judged, row) > key) {
     if (c.judged == 0)
       begin(c);
     else
       follow(c, r.drafted.back());
-    Position position;
+    Position counted;
+    Position& position = options_.counts_only ? counted : r.judged.emplace_back();
     if (!judge(c, position)) {
+      if (!options_.counts_only) r.judged.pop_back();
       c.more = false;
       break;
     }
     const Token token = position.best.token;
     if (p.policy == Policy::kAgentSpec) note_agreement(c, token);
     r.drafted.push_back(token);
-    if (!options_.counts_only) r.judged.push_back(position);
     c.judged++;
     c.alive *= position.best.p;
     if (c.judged > c.cap || c.alive < p.min_survival) {
@@ -268,6 +271,7 @@ bool DraftCache::propose(const Proposal& p) {
   // The first position that is not proposed is verified all the same, by the token that the step yields: it is judged
   // and learned from.
   if (!options_.counts_only) {
+    batch.behind = 1;
     wanted_.clear();
     for (int32_t b = 0; b < p.batch; b++) {
       const Chain& c = chains_[size_t(b)];

@@ -51,12 +51,12 @@ class Expansion {
     float at, decay;  // log2 of the last survival, and what a position is thought to lose
     int32_t row, room;
   };
-  uint64_t threshold(const Drafts& drafts, const Step& step, int64_t most);
   void aim(const Drafts& drafts, uint64_t floor, int64_t most);
 
   std::vector<uint64_t> known_;  // keys of judged positions that may still be taken
   std::vector<int32_t> seen_;    // positions of a row that are in known_ or were found too bad
   std::vector<GrowTo> wanted_;
+  std::vector<int32_t> alive_;  // rows that may have been contenders
   std::vector<Row> contender_;
   int waves_ = 0;
 };
