@@ -4,30 +4,23 @@
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
-#include <mutex>
 
-#include "../csrc/drafting/draft_cache.h"
 #include "budget_args.h"
-#include "tensor_args.h"
+#include "draft_cache_handles.h"
 #include "structure_handles.h"
 
 namespace speceyes::binding {
+
+Handles<LockedCache>& caches() {
+  static auto* handles = new Handles<LockedCache>("cache");  // outlives every Python object
+  return *handles;
+}
+
 namespace {
 
 using drafting::CacheOptions;
 using drafting::CacheStats;
 using drafting::DraftCache;
-
-struct Locked {
-  std::mutex lock;
-  DraftCache cache;
-  explicit Locked(const CacheOptions& o) : cache(o) {}
-};
-
-Handles<Locked>& caches() {
-  static auto* handles = new Handles<Locked>("cache");  // outlives every Python object
-  return *handles;
-}
 
 Place cpu_place(const Tensor& t, const char* name) {
   const Place p = place_of(t);
@@ -51,7 +44,7 @@ int64_t draft_cache_new(int64_t max_tokens, int64_t max_depth, bool strict_isola
   o.counts_only = counts_only;
   o.levels = uint32_t(levels);
   if (token_bytes != 0) o.token_bytes = tables().get(token_bytes);
-  return caches().add(std::make_shared<Locked>(o));
+  return caches().add(std::make_shared<LockedCache>(o));
 }
 
 void draft_cache_free(int64_t handle) { caches().release(handle); }

@@ -9,6 +9,7 @@ from . import _requirements
 if _requirements.met():
     from ._backends import BackendUnavailable, available_backends, unavailable_reason
     from .budget import CostModel, allocate_budget
+    from .cache_file import CacheFileError, cache_info, merge_caches
     from .decision import accept, confidence, convert_threshold, score_for_confidence
     from .draft_cache import DraftCache, Drafts
     from .separability import TopkStats, answer_separability, token_separability, topk_stats
@@ -20,6 +21,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BackendUnavailable",
+    "CacheFileError",
     "CostModel",
     "DraftCache",
     "Drafts",
@@ -34,8 +36,10 @@ __all__ = [
     "allocate_budget",
     "answer_separability",
     "available_backends",
+    "cache_info",
     "confidence",
     "convert_threshold",
+    "merge_caches",
     "merge_partials",
     "partial_topk",
     "partials_separability",

@@ -8,6 +8,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import operator
+import os
+import warnings
 import weakref
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
@@ -18,6 +20,7 @@ from torch import Tensor
 
 from . import _backends, _checks
 from .budget import CostModel, _as_count, _as_number
+from .cache_file import file_name, raise_if
 from .scope_inference import ScopeInference
 from .structure import Structure, TokenBytes
 
@@ -301,6 +304,55 @@ class DraftCache:
         """Sizes and counters: tokens held, live requests, ended responses, evicted tokens, bytes (index), table_bytes
         (the estimator's fixed tables), nodes, proposed and accepted draft tokens, verified positions, positions judged in order to propose."""
         return dict(zip(_STATS, self._ops.draft_cache_stats(self._handle), strict=True))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes what the cache holds and has learned to a file; requests go on meanwhile.
+
+        Running requests are in it as if they ended now, and stay running here. The file takes the place of an older one in
+        one step: a crash leaves the old one whole. Names of agents and queries are stored as stable hashes, so any process
+        may load it; the text is in it as token ids.
+
+        Raises
+        ------
+        OSError
+            The file system refuses; an older file is as it was.
+        """
+        name = file_name(path)
+        raise_if(*self._ops.draft_cache_save(self._handle, name), name)
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Fills an empty cache from a file: drafts, statistics and the order of eviction are those of the saved cache.
+
+        With a smaller ``max_tokens`` the newest responses are kept. To join several files see `merge_caches`.
+
+        Raises
+        ------
+        CacheFileError
+            No cache file, cut short, damaged, of a newer version, or of other options (``max_depth``,
+            ``strict_isolation``); or this cache is not empty. The cache is as it was.
+        OSError
+            The file system refuses.
+
+        Warns
+        -----
+        RuntimeWarning
+            The estimator's tables are of another version: the text is loaded, what was learned is not.
+        """
+        name = file_name(path)
+        error, message, tables = self._ops.draft_cache_load(self._handle, name)
+        raise_if(error, message, name)
+        if not tables:
+            warnings.warn(
+                f"{name}: its estimator is of another version of speceyes_kernels; the text was loaded, survival "
+                "probabilities are learned anew",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def trim(self) -> None:
+        """Gives unused memory back to the system, by building the index anew (about a second for a million tokens, the
+        cache is locked). Drafts, statistics and running requests stay what they are."""
+        self._ops.draft_cache_trim(self._handle)
 
     def _numbers(self, request_ids: Sequence[Hashable]) -> Tensor:
         try:

@@ -54,6 +54,7 @@ class ContextForest {
   uint32_t tick() { return ++clock_; }
   uint32_t now() const { return clock_; }
   void set_clock(Pos pos, uint32_t clock);
+  uint32_t clock(Pos pos) const { return clock_at_[pos]; }
 
   // Puts position `pos` (its token and context are in the text) into `root` at `level`; take it out again.
   void insert(uint32_t root, int level, Pos pos);

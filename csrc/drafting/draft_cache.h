@@ -5,10 +5,12 @@
 #include <deque>
 #include <map>
 #include <memory>
+#include <string>
 #include <unordered_map>
 #include <vector>
 
 #include "budget.h"
+#include "cache_image.h"
 #include "context_forest.h"
 #include "estimator.h"
 #include "expansion.h"
@@ -68,6 +70,16 @@ class DraftCache {
   bool propose(const Proposal& p);
 
   CacheStats stats() const;
+
+  // Persistence (draft_cache_image.cpp). The image has live requests as if they ended now, in the order of their starts;
+  // drafts, statistics, order of time and of eviction are in it. Loading it into an empty cache gives them back; of more
+  // than max_tokens, the newest.
+  CacheImage image() const;
+  // Empty, or why it is refused; then nothing has changed. `tables`: whether the estimator's tables were taken too, which
+  // takes the same layout.
+  std::string load(CacheImage image, bool* tables);
+  // Builds everything anew in fresh memory; what is unused goes back to the system. Nothing else changes.
+  void trim();
 
  private:
   using Scope = std::pair<int64_t, int64_t>;  // agent, query
@@ -144,6 +156,10 @@ class DraftCache {
   void grow_all(Batch& b, const GrowTo* wanted, int32_t n);
   void share_agentspec(Batch& b);
   void learn(Live& r, const Token* tokens, int64_t n);
+
+  struct Collector;
+  uint32_t tree(const TreeKey& key);
+  void rebuild(const CacheImage& image, const std::vector<Response*>& ended, const std::vector<Live*>& live);
 
   CacheOptions options_;
   ContextForest forest_;

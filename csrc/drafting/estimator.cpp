@@ -42,6 +42,8 @@ void Estimator::read_inputs(const Judged& j, int block, int run, float* x) const
 }
 
 void Estimator::learn_weights(const float* x, int block, int run, float error) {
+  steps_block_[block]++;
+  steps_run_[run]++;
   const float step = mul(kRate, error);
   for (int v = 0; v < kInputs; v++) {
     const float change = mul(step, x[v]);
@@ -82,6 +84,39 @@ void Estimator::learn(const Position& p, Token token) {
   if (p.has_second) learn_weights(second, block, run, add(second_right, -p.second.p));
   learn_cells(p.best, block, run, best_right);
   if (p.has_second) learn_cells(p.second, block, run, second_right);
+}
+
+EstimatorImage Estimator::image() const {
+  EstimatorImage out;
+  out.layout = kLayout;
+  out.inputs = kInputs;
+  for (uint32_t c = 0; c < uint32_t(kCells); c++)
+    if (seen_[c] > 0) out.cells.push_back({c, p_[c], float(seen_[c])});
+  out.weights.assign(weight_block_[0], weight_block_[0] + kBlockKinds * kInputs);
+  out.weights.insert(out.weights.end(), weight_run_[0], weight_run_[0] + kRunKinds * kInputs);
+  out.steps.assign(steps_block_, steps_block_ + kBlockKinds);
+  out.steps.insert(out.steps.end(), steps_run_, steps_run_ + kRunKinds);
+  return out;
+}
+
+bool Estimator::restore(const EstimatorImage& image) {
+  if (image.layout != kLayout || image.inputs != kInputs || image.steps.size() != kBlockKinds + kRunKinds ||
+      image.weights.size() != image.steps.size() * kInputs ||
+      (!image.cells.empty() && image.cells.back().index >= uint32_t(kCells)))
+    return false;
+  for (const auto& c : image.cells)
+    if (!(c.p >= kLow && c.p <= kHigh)) return false;
+  for (const auto& c : image.cells) {
+    p_[c.index] = c.p;
+    logit_[c.index] = logit(p_[c.index]);
+    seen_[c.index] = uint8_t(c.seen);
+  }
+  const auto weights = image.weights.begin();
+  std::copy_n(weights, kBlockKinds * kInputs, weight_block_[0]);
+  std::copy_n(weights + kBlockKinds * kInputs, kRunKinds * kInputs, weight_run_[0]);
+  std::copy_n(image.steps.begin(), int(kBlockKinds), steps_block_);
+  std::copy_n(image.steps.begin() + kBlockKinds, int(kRunKinds), steps_run_);
+  return true;
 }
 
 }  // namespace speceyes::drafting

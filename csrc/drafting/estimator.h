@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "cache_image.h"
 #include "context_forest.h"
 #include "estimator_math.h"
 
@@ -36,6 +37,12 @@ class Estimator {
   // `token` turned out to be the one at a judged position.
   void learn(const Position& p, Token token);
 
+  // What was learned, and back again. kLayout names what cells and weights mean: count it up when that changes.
+  static constexpr uint32_t kLayout = 1;
+  EstimatorImage image() const;
+  // False, and nothing done, for tables of another layout, size or range.
+  bool restore(const EstimatorImage& image);
+
   // What a device needs to judge: [kCells]; [kBlockKinds][kInputs]; [kRunKinds][kInputs].
   const float* logits() const { return logit_.data(); }
   const float* block_weights() const { return weight_block_[0]; }
@@ -55,6 +62,7 @@ class Estimator {
   std::vector<uint8_t> seen_;
   float weight_block_[kBlockKinds][kInputs];
   float weight_run_[kRunKinds][kInputs];
+  uint64_t steps_block_[kBlockKinds] = {}, steps_run_[kRunKinds] = {};  // how often each row of weights learned
 };
 
 }  // namespace speceyes::drafting

@@ -1,6 +1,7 @@
 """Subcommands, each imported only when it is run: listing them or running one never needs another's dependencies.
 
-A subcommand ``name`` is a typer function ``name`` (dashes as underscores) in ``speceyes_kernels.cli.name``.
+A subcommand ``name`` is a typer function, or a ``typer.Typer`` with subcommands of its own, called ``name`` (dashes as
+underscores) in ``speceyes_kernels.cli.name``.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ def _subcommand(name: str, summary: str, needs: str) -> None:
             module = importlib.import_module(f".{module_name}", __package__)
         except ImportError as error:
             sys.exit(f"speceyes {name}: {error}\nIt needs {needs}.")
-        command = typer.Typer(add_completion=False)
-        command.command()(getattr(module, module_name))
+        command = getattr(module, module_name)
+        if not isinstance(command, typer.Typer):
+            command = typer.Typer(add_completion=False)
+            command.command()(getattr(module, module_name))
         typer.main.get_command(command).main(args=context.args, prog_name=f"speceyes {name}")
 
     app.command(
@@ -39,6 +42,7 @@ _subcommand(
     "Show what this machine, torch and build offer, and why a backend is missing.",
     "the core package only; please report this",
 )
+_subcommand("cache", "Show and merge files of draft caches.", "the core package only; please report this")
 _subcommand(
     "demo",
     "Score and gate answers inside a running vLLM, on real weights.",
