@@ -181,14 +181,14 @@ def test_load_needs_an_empty_cache_of_the_same_options(tmp_path):
         with pytest.raises(sk.CacheFileError, match=text):
             DraftCache(**options).load(path)
     cache = DraftCache(max_depth=32)
-    cache.start("r", [1])
+    cache.start("r", [1], agent_id="a", query_id="q")
     with pytest.raises(sk.CacheFileError, match="expected an empty cache, got one with 1 live requests"):
         cache.load(path)
     cache.extend(["r"], [[2]])
     cache.stop("r")
     with pytest.raises(sk.CacheFileError, match="0 live requests and 1 ended responses"):
         cache.load(path)
-    cache.forget(None)
+    cache.forget("a")
     cache.load(path)
 
 
