@@ -27,13 +27,22 @@ NAMES = ("humaneval", "tau-airline", "game24", "intercode-sql")
 DEPTHS, FACTORS, PROBS = (24, 64), (1.0, 2.0, 4.0), (0.1, 0.3, 0.5, 0.7)
 BATCHES = (1, 8, 32, 64, 128, 192, 256, 384)
 THETAS = ".02/.08/.25/.5/.8/.96"
-OURS = "ours:theta=.02"  # the one setting of the lockstep figures; the batch's budget decides below that
+OURS = "ours:policy=survival"  # the cache's own budget
+AGENTSPEC = "ours:policy=agentspec,estimator=counts,strict=1,alpha=1024/4096"  # as published, clamped
 ABLATIONS = {
-    "no semantic blocks": "ours:theta=.02,blocks=0",
-    "no mixer (counts)": "ours:theta=.02,estimator=counts",
-    "strict isolation": "ours:theta=.02,strict=1",
+    "no rollout level": "ours:policy=survival,levels=QAG",
+    "no query level": "ours:policy=survival,levels=LAG",
+    "no agent level": "ours:policy=survival,levels=LQG",
+    "no level of all": "ours:policy=survival,levels=LQA",
+    "no semantic blocks": "ours:policy=survival,blocks=0",
+    "no mixer (counts)": "ours:policy=survival,estimator=counts",
+    "scopes inferred, not sent": "ours:policy=survival,scopes=inferred",
+    "no scopes, no blocks": "ours:policy=survival,scopes=none",
+    "strict isolation": "ours:policy=survival,strict=1",
 }
 FIXED = "ours:theta=.1/.25/.5"  # own budgets, one theta for all requests; the best one is shown
+MEASURES = ("full batch", "whole run")
+Rows = dict[str, dict[tuple[str, int], tuple[float, float]]]  # {drafter: {(trace, batch): speedups by MEASURES}}
 
 
 class Runner:
@@ -109,81 +118,91 @@ def rejected(runner: Runner, out: dict) -> list[figures.Verdict]:
     return figures.judge_rejected(compared)
 
 
-def speedups(runner: Runner, labelled: dict[str, str], budget: str | None = None) -> dict[str, dict]:
-    """{label: {(trace, batch): speedup}} of one drafter each."""
+def speedups(runner: Runner, labelled: dict[str, str], budget: str | None = None) -> Rows:
     cells = [(label, n, b) for label in labelled for n in runner.files for b in runner.args.batch]
     results = runner.run([runner.job(n, labelled[label], b, budget) for label, n, b in cells])
-    out: dict[str, dict] = {label: {} for label in labelled}
+    rows: Rows = {label: {} for label in labelled}
     for (label, name, batch), r in zip(cells, results, strict=True):
-        out[label][name, batch] = r.plain_time / r.modelled_time
-    return out
+        rows[label][name, batch] = (r.speedup_full, r.speedup)
+    return rows
 
 
-def best_arctic(runner: Runner) -> tuple[dict[tuple[str, int], float], dict[tuple[str, int], str]]:
+def best_of(rows: Rows) -> dict[tuple[str, int], tuple[float, float]]:
+    """The best row at each place, for either measure by itself."""
+    keys = next(iter(rows.values())).keys()
+    return {k: (max(r[k][0] for r in rows.values()), max(r[k][1] for r in rows.values())) for k in keys}
+
+
+def best_arctic(runner: Runner) -> tuple[dict[tuple[str, int], tuple[float, float]], dict[tuple[str, int], str]]:
     """Best fixed setting at each (trace, batch). All are replayed one rollout at a time; those that promise most at a
     batch size are replayed in lockstep, ``--candidates`` of them."""
     theirs = [(n, p) for n in runner.files for p in points()]
     alone = dict(zip(theirs, runner.run([runner.job(n, arctic(*p)) for n, p in theirs]), strict=True))
+
+    def promise(name: str, batch: int, point: tuple[int, float, float]) -> float:
+        return figures.estimated_goodput(alone[name, point], batch, runner.args.intensity)
+
     cells = []
     for name in runner.files:
         for batch in runner.args.batch:
-            order = sorted(
-                points(),
-                key=lambda p: -figures.estimated_goodput(alone[name, p], batch, runner.args.intensity),
-            )
+            order = sorted(points(), key=lambda p: -promise(name, batch, p))
             cells += [(name, batch, p) for p in order[: runner.args.candidates]]
     results = runner.run([runner.job(n, arctic(*p), b) for n, b, p in cells])
-    best: dict[tuple[str, int], float] = {}
+    best: dict[tuple[str, int], tuple[float, float]] = {}
     setting: dict[tuple[str, int], str] = {}
     for (name, batch, point), r in zip(cells, results, strict=True):
-        speedup = r.plain_time / r.modelled_time
-        if speedup > best.get((name, batch), 0):
-            best[name, batch], setting[name, batch] = speedup, "{}/{:g}/{:g}".format(*point)
+        full, whole = best.get((name, batch), (0.0, 0.0))
+        if r.speedup_full > full:
+            setting[name, batch] = "{}/{:g}/{:g}".format(*point)
+        best[name, batch] = (max(full, r.speedup_full), max(whole, r.speedup))
     return best, setting
 
 
 def goodput(runner: Runner, out: dict) -> list[figures.Verdict]:
     best, setting = best_arctic(runner)
-    rows = speedups(runner, {"ours": OURS, "ngram": "ngram", "Arctic, vLLM's defaults": "arctic"})
-    rows = {"ours": rows.pop("ours"), "best fixed Arctic": best, **rows}
-    show(runner, "Modelled speedup over plain decoding (goodput over plain goodput)", rows)
+    others = {"ngram": "ngram", "Arctic, vLLM's defaults": "arctic"}
+    rows = {"ours": speedups(runner, {"ours": OURS})["ours"], "best fixed Arctic": best} | speedups(runner, others)
+    rows["AgentSpec's own policy, best alpha"] = best_of(speedups(runner, {w: w for w in words(AGENTSPEC)}))
+    verdicts = []
+    for i, measure in enumerate(MEASURES):
+        show(runner, f"Modelled speedup over plain decoding, {measure}", rows, i)
+        mine, theirs, ngram = ({k: v[i] for k, v in rows[n].items()} for n in ("ours", "best fixed Arctic", "ngram"))
+        verdicts += figures.judge_goodput(mine, theirs, ngram, measure)
     print("best fixed Arctic settings (depth/factor/prob): ", end="")
     print("; ".join(f"{n} " + " ".join(setting[n, b] for b in runner.args.batch) for n in runner.files))
     out["goodput"] = flat(rows)
     out["best_arctic_setting"] = [[n, b, s] for (n, b), s in setting.items()]
-    return figures.judge_goodput(rows["ours"], best, rows["ngram"])
+    return verdicts
 
 
 def ablation(runner: Runner, out: dict) -> list[figures.Verdict]:
     rows = speedups(runner, {"ours": OURS} | ABLATIONS)
-    fixed = speedups(runner, {w: w for w in words(FIXED)}, budget="own")
-    keys = rows["ours"].keys()
-    rows["no global budget (best theta)"] = {k: max(f[k] for f in fixed.values()) for k in keys}
-    show(runner, "Each part switched off: modelled speedup over plain decoding", rows)
+    rows["no global budget, best theta"] = best_of(speedups(runner, {w: w for w in words(FIXED)}, budget="own"))
+    show(runner, f"Each part switched off: modelled speedup over plain decoding, {MEASURES[0]}", rows, 0)
     out["ablation"] = flat(rows)
     print("\nloss against ours, geometric mean over the traces")
     for label, row in rows.items():
         if label != "ours":
             losses = []
             for b in runner.args.batch:
-                ratio = figures.geometric_mean(row[n, b] / rows["ours"][n, b] for n in runner.files)
+                ratio = figures.geometric_mean(row[n, b][0] / rows["ours"][n, b][0] for n in runner.files)
                 losses.append(f"B {b}: {100 * (1 - ratio):5.1f} %")
-            print(f"{label:32}" + "  ".join(losses))
+            print(f"{label:36}" + "  ".join(losses))
     return []
 
 
-def flat(rows: dict[str, dict]) -> list[list]:
-    return [[label, name, batch, value] for label, row in rows.items() for (name, batch), value in row.items()]
+def flat(rows: Rows) -> list[list]:
+    return [[label, name, batch, *value] for label, row in rows.items() for (name, batch), value in row.items()]
 
 
-def show(runner: Runner, title: str, rows: dict[str, dict]) -> None:
-    print(f"\n{title}\n{'':46}" + "".join(f"{'B ' + str(b):>8}" for b in runner.args.batch))
+def show(runner: Runner, title: str, rows: Rows, measure: int) -> None:
+    print(f"\n{title}\n{'':50}" + "".join(f"{'B ' + str(b):>8}" for b in runner.args.batch))
     for name in runner.files:
         for label, row in rows.items():
-            print(f"{name:14}{label:32}" + "".join(f"{row[name, b]:8.3f}" for b in runner.args.batch))
+            print(f"{name:14}{label:36}" + "".join(f"{row[name, b][measure]:8.3f}" for b in runner.args.batch))
     for label, row in rows.items():
-        means = (figures.geometric_mean(row[n, b] for n in runner.files) for b in runner.args.batch)
-        print(f"{'geom. mean':14}{label:32}" + "".join(f"{m:8.3f}" for m in means))
+        means = (figures.geometric_mean(row[n, b][measure] for n in runner.files) for b in runner.args.batch)
+        print(f"{'geom. mean':14}{label:36}" + "".join(f"{m:8.3f}" for m in means))
 
 
 FIGURES = {"rejected": rejected, "goodput": goodput, "ablation": ablation}
@@ -221,7 +240,7 @@ def main() -> None:
     if args.csv:
         with args.csv.open("w", newline="") as file:
             writer = csv.writer(file)
-            writer.writerow(["what", "trace", "batch", "speedup"])
+            writer.writerow(["what", "trace", "batch", "speedup_full", "speedup"])
             for part in ("goodput", "ablation"):
                 writer.writerows(out.get(part, []))
     if any(not v.met for v in verdicts):

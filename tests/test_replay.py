@@ -46,6 +46,21 @@ def test_acceptance_by_hand():
     assert result.latencies.tolist() == [4]
 
 
+def test_steps_with_a_full_batch_by_hand():
+    # Rollouts of 4, 2 and 4 tokens, two at a time, no drafts: the first two; the first and the third; it alone, 2 steps.
+    made = [rollout(([1], [5] * n)) for n in (4, 2, 4)]
+    result = replay(made, Drafter(), batch=2)
+    assert (result.engine_steps, result.modelled_time, result.plain_time) == (6, 6.0, 6.0)
+    assert (result.full_tokens, result.full_time, result.full_plain) == (8, 4.0, 4.0)
+    # A right draft token in the first rollout's second step, which ends it after 3.
+    script = Script(lambda request, known: [5] if request[0] == 0 and known == 1 else [])
+    faster = replay(made, script, batch=2, intensity=2)
+    # Full steps over 2, 3 and 2 tokens: 1 + 1.5 + 1 for 7 tokens, as plain decoding takes.
+    assert faster.full_tokens == 7 and faster.full_time == 3.5 and faster.full_plain == 3.5
+    assert faster.speedup_full == 1.0
+    assert replay(made, Drafter(), batch=8).speedup_full == 1.0  # never full: of the whole run
+
+
 def test_first_token_of_a_call_is_never_drafted():
     script = Script(lambda _, known: [] if known else pytest.fail("drafted before the first token"))
     result = replay([rollout(([1], [2, 3]), ([4], [5]), ([], [6, 6]))], script)

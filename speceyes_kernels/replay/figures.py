@@ -136,8 +136,11 @@ def judge_goodput(
     ours: Mapping[tuple[str, int], float],
     arctic: Mapping[tuple[str, int], float],
     ngram: Mapping[tuple[str, int], float],
+    measure: str = "",
 ) -> list[Verdict]:
-    """Speedups over plain decoding, {(trace, batch): speedup}; ``arctic``: of the best fixed setting."""
+    """Speedups over plain decoding, {(trace, batch): speedup}; ``arctic``: of the best fixed setting. ``measure``: what
+    they are of, for the names."""
+    goodput = f"goodput ({measure})" if measure else "goodput"
     verdicts = []
     low, high = GOODPUT_BATCHES
     for batch in sorted({b for _, b in ours}):
@@ -145,13 +148,13 @@ def judge_goodput(
         if low <= batch <= high and all(k in arctic for k in at):
             ratio = {k[0]: ours[k] / arctic[k] for k in at}
             worst = min(ratio, key=lambda trace: ratio[trace])
-            name = f"goodput against the best fixed Arctic, B = {batch}"
+            name = f"{goodput} against the best fixed Arctic, B = {batch}"
             verdicts.append(Verdict(f"{name}, geometric mean", geometric_mean(ratio.values()), GOODPUT_MEAN))
             verdicts.append(Verdict(f"{name}, worst ({worst})", ratio[worst], GOODPUT_EACH))
     for name, other in (("ngram", ngram), ("plain decoding", dict.fromkeys(ours, 1.0))):
         shared = [k for k in ours if k in other]
         if shared:
             worst_at = min(shared, key=lambda k: ours[k] / other[k])
-            label = f"goodput against {name}, worst of all batches ({worst_at[0]}, B = {worst_at[1]})"
+            label = f"{goodput} against {name}, worst of all batches ({worst_at[0]}, B = {worst_at[1]})"
             verdicts.append(Verdict(label, ours[worst_at] / other[worst_at], 1.0))
     return verdicts

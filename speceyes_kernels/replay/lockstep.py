@@ -30,6 +30,9 @@ class ReplayResult:
     engine_steps, modelled_time, plain_time : int, float, float
         Steps of the whole batch; modelled time of all of them, in empty steps; and that of plain decoding of the same
         rollouts, as many at a time.
+    full_tokens, full_time, full_plain : int, float, float
+        Tokens and modelled time of the steps with as many requests as the batch can have, and plain decoding's time for
+        the same tokens. The rest is the end of the trace, where the last rollouts run with ever fewer beside them.
     latencies : numpy.ndarray
         float64: modelled time of each model call, from its start to its last token.
     propose_seconds, update_seconds, start_seconds : float
@@ -53,6 +56,9 @@ class ReplayResult:
     engine_steps: int = 0
     modelled_time: float = 0.0
     plain_time: float = 0.0
+    full_tokens: int = 0
+    full_time: float = 0.0
+    full_plain: float = 0.0
     latencies: np.ndarray = field(default_factory=lambda: np.zeros(0))
     propose_seconds: float = 0.0
     proposals: int = 0
@@ -74,16 +80,27 @@ class ReplayResult:
             "rejected_share": 1 - self.accepted / self.drafted if self.drafted else 0.0,
             "budget_used": self.room_used / self.room if self.room else None,
             "goodput": self.tokens / self.modelled_time if self.modelled_time else 0.0,
-            "speedup": self.plain_time / self.modelled_time if self.modelled_time else 0.0,
+            "speedup": self.speedup,
+            "speedup_full": self.speedup_full,
             "latency_p50": float(p50),
             "latency_p90": float(p90),
             "latency_p99": float(p99),
             "propose_us_per_request": 1e6 * self.propose_seconds / max(1, self.proposals),
-            "update_us_per_token": 1e6 * self.update_seconds / max(1, self.tokens),
+            "update_us_per_token": 1e6 * self.update_seconds / max(1, self.tokens) if self.update_seconds else None,
             "start_us_per_prompt_token": 1e6 * self.start_seconds / max(1, self.prompt_tokens),
             "bytes_per_token": None if self.bytes is None else self.bytes / max(1, self.tokens),
             "table_bytes": self.table_bytes,
         }
+
+    @property
+    def speedup(self) -> float:
+        """Of the whole run over plain decoding."""
+        return self.plain_time / self.modelled_time if self.modelled_time else 0.0
+
+    @property
+    def speedup_full(self) -> float:
+        """Of the steps with a full batch; of the whole run where the batch was never full."""
+        return self.full_plain / self.full_time if self.full_time else self.speedup
 
     def as_dict(self) -> dict[str, object]:
         """Figures and raw sums, for JSON."""
@@ -238,6 +255,11 @@ def replay(
         step_time = time_of(len(active) + sent)
         result.modelled_time += step_time
         now += step_time
+        if len(active) == batch:
+            yielded = sum(len(t) for t in new.values())
+            result.full_tokens += yielded
+            result.full_time += step_time
+            result.full_plain += yielded / batch * time_of(batch)
 
         requests, tokens = [s.request for s in active], [new[id(s)] for s in active]
         t = clock()
@@ -289,7 +311,8 @@ def replay_settings(
     """:func:`replay` one rollout at a time, for many settings in one pass over the text.
 
     For drafters that do not learn: a draft then depends on the text and the setting alone, so that all settings share
-    one cache. The results equal those of :func:`replay` but for the wall times, which are 0, and the bytes.
+    one cache. The results equal those of :func:`replay`, but that the cache gets its tokens one by one, for which no
+    time is told.
 
     Parameters
     ----------
@@ -304,21 +327,27 @@ def replay_settings(
     room, empty = cost.free_tokens(1), cost.time(1)
     times = [cost.time(1 + n) for n in range(129)]
     plain = plain_time(rollouts, 1, cost.time)
-    results = [ReplayResult(s.name, trace, 1, "own", intensity, plain_time=plain) for s in settings]
+    results = [ReplayResult(s.name, trace, 1, "own", intensity, plain_time=plain, full_plain=plain) for s in settings]
     latencies: list[list[float]] = [[] for _ in settings]
+    clock, start_seconds = time.perf_counter, 0.0
     for number, rollout in enumerate(rollouts):
         for call, (start, end) in enumerate(rollout.calls):
             if start == end:
                 continue
             request = (number, call)
+            t = clock()
             drafter.start(request, rollout.tokens[:start], rollout.agent, rollout.query)
+            start_seconds += clock() - t
             at, spent = [start + 1] * len(settings), [empty] * len(settings)
             for position in range(start + 1, end):
                 drafter.extend([request], [rollout.tokens[position - 1 : position]])
                 for k, (setting, result) in enumerate(zip(settings, results, strict=True)):
                     if at[k] != position:
                         continue
+                    t = clock()
                     draft = setting.draft_from(drafter, request)
+                    result.propose_seconds += clock() - t
+                    result.proposals += 1
                     record = rollout.tokens[position : min(end, position + len(draft) + 1)]
                     right = right_tokens(draft, record)
                     at[k] += len(record[: right + 1])
@@ -338,9 +367,12 @@ def replay_settings(
         if rollout.response_tokens:
             for result in results:
                 result.rollouts += 1
+    sizes = drafter.sizes()
     for result, mine in zip(results, latencies, strict=True):
+        result.start_seconds, result.bytes, result.table_bytes = start_seconds, sizes.bytes, sizes.table_bytes
         result.latencies = np.asarray(mine)
-        result.modelled_time = float(sum(mine))
+        result.modelled_time = result.full_time = float(sum(mine))
+        result.full_tokens = result.tokens
         result.room, result.engine_steps = room * result.steps, result.steps
     return results
 

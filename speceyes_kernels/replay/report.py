@@ -23,6 +23,7 @@ _COLUMNS = {
     "budget_used": ("of M(b)", "{:.0%}"),
     "goodput": ("goodput", "{:.2f}"),
     "speedup": ("speedup", "{:.2f}"),
+    "speedup_full": ("full", "{:.2f}"),
     "latency_p50": ("P50", "{:.0f}"),
     "latency_p90": ("P90", "{:.0f}"),
     "latency_p99": ("P99", "{:.0f}"),
@@ -38,7 +39,8 @@ def explain(intensity: float, slope: float = 0.0) -> str:
     return (
         f"Model: a step over n tokens (one a request, and its drafts) takes T(n) = max(1, n / {intensity:g}){more} empty "
         "steps; prefill tokens are not counted. Goodput: tokens an empty step; speedup: against plain decoding of the "
-        f"same rollouts, as many at a time. M(b) = max(0, {intensity:g} - b). Latency: modelled time of a model call, in "
+        "same rollouts, as many at a time; full: speedup of the steps with a full batch only, without the end of the trace "
+        f"where ever fewer rollouts are left. M(b) = max(0, {intensity:g} - b). Latency: modelled time of a model call, in "
         "empty steps. tok/step, drafted: per request and step. propose: wall microseconds a request and step, update: "
         "a token. bytes/tok: what the drafter holds at the end, fixed tables apart, over all response tokens."
     )
@@ -95,7 +97,7 @@ def write_curves(results: Sequence[ReplayResult], folder: Path) -> list[Path]:
         for kind, lines, x_label, y_label in plots:
             if not lines:
                 continue
-            figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+            figure, axes = plt.subplots(figsize=(10, 5), layout="constrained")
             for label, points in lines.items():
                 points.sort()
                 axes.plot(*zip(*points, strict=True), marker="o", markersize=3.5, linewidth=1.2, label=label)
@@ -104,7 +106,7 @@ def write_curves(results: Sequence[ReplayResult], folder: Path) -> list[Path]:
                 axes.set_xscale("log", base=2)
                 axes.axhline(1, color="black", linewidth=0.8, linestyle=":")
             axes.grid(alpha=0.3)
-            axes.legend(fontsize=7)
+            axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0)
             path = folder / f"{kind}-{trace}.png"
             figure.savefig(path, dpi=140)
             plt.close(figure)
