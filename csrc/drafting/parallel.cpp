@@ -43,7 +43,8 @@ class Workers {
     const uint32_t turn = turn_.load(std::memory_order_relaxed) + 1;
     claim_.store(uint64_t(turn) << 32, std::memory_order_release);
     turn_.store(turn, std::memory_order_seq_cst);
-    if (sleepers_.load(std::memory_order_seq_cst) > 0) turn_.notify_all();
+    // Whoever was woken once and is not yet on a processor is not woken again: that would be a system call a loop.
+    if (sleepers_.exchange(0, std::memory_order_seq_cst) > 0) turn_.notify_all();
     work(turn, -1);
     for (int i = 0; done_.load(std::memory_order_acquire) < n; i++) {
       if (i < kSpins)
@@ -80,7 +81,6 @@ class Workers {
       if (turn == seen) {
         sleepers_.fetch_add(1, std::memory_order_seq_cst);
         turn_.wait(seen, std::memory_order_seq_cst);
-        sleepers_.fetch_sub(1, std::memory_order_relaxed);
         continue;
       }
       seen = turn;
@@ -117,7 +117,7 @@ class Workers {
   alignas(64) std::atomic<uint64_t> claim_{0};
   alignas(64) std::atomic<int64_t> done_{0};
   alignas(64) std::atomic<uint32_t> turn_{0};
-  alignas(64) std::atomic<int> sleepers_{0};
+  alignas(64) std::atomic<int> sleepers_{0};  // gone to sleep since the last call to wake up
 };
 
 std::atomic<Workers*> workers{nullptr};
