@@ -1,362 +1,332 @@
 #include "context_forest.h"
 
 #include <algorithm>
+#include <vector>
 
 namespace speceyes::drafting {
 
-// ---- leaves: one a position and level, in pages beside the text pages -------------------------------------------------
-void ContextForest::set_clock(Pos pos, uint32_t clock) {
-  if (clock_at_.size() <= pos) clock_at_.resize(text_.positions());
-  clock_at_[pos] = clock;
-}
-
-Ref ContextForest::leaf_ref(int level, Pos pos) const {
-  const auto& pages = leaf_page_[level];
-  const uint32_t page = pos / TextStore::kPage;
-  if (page >= pages.size() || pages[page] == kNone) return kNone;
-  return kLeafBit | (pages[page] * TextStore::kPage + pos % TextStore::kPage);
-}
-
-Ref ContextForest::make_leaf(int level, Pos pos) {
-  auto& pages = leaf_page_[level];
-  const uint32_t page = pos / TextStore::kPage;
-  if (page >= pages.size()) pages.resize(page + 1, kNone);
-  if (pages[page] == kNone) {
+// ---- leaves: parents in pages beside the text pages -------------------------------------------------------------------
+void ContextForest::make_leaf(Pos pos, uint32_t parent) {
+  constexpr uint32_t kPage = TextStore::kPage;
+  const uint32_t page = pos / kPage;
+  if (page >= leaf_page_.size()) leaf_page_.resize(page + 1, kNone);
+  if (leaf_page_[page] == kNone) {
     uint32_t fresh = free_leaf_page_;
     if (fresh != kNone) {
-      free_leaf_page_ = text_page_[fresh];
+      free_leaf_page_ = leaf_parent_[size_t(fresh) * kPage];
+      leaf_parent_[size_t(fresh) * kPage] = kNone;
     } else {
-      fresh = uint32_t(text_page_.size());
-      text_page_.push_back(0);
+      fresh = uint32_t(page_fill_.size());
       page_fill_.push_back(0);
-      leaf_.resize(leaf_.size() + TextStore::kPage);
+      leaf_parent_.resize(leaf_parent_.size() + kPage, kNone);
     }
-    text_page_[fresh] = page;
-    page_fill_[fresh] = 0;
-    pages[page] = fresh;
+    leaf_page_[page] = fresh;
   }
-  page_fill_[pages[page]]++;
-  return leaf_ref(level, pos);
+  page_fill_[leaf_page_[page]]++;
+  leaf_parent_[size_t(leaf_page_[page]) * kPage + pos % kPage] = parent;
 }
 
-void ContextForest::release_leaf(int level, Pos pos) {
-  const uint32_t page = leaf_page_[level][pos / TextStore::kPage];
-  leaf_[page * TextStore::kPage + pos % TextStore::kPage] = Leaf{};
-  if (--page_fill_[page] == 0) {
-    leaf_page_[level][pos / TextStore::kPage] = kNone;
-    text_page_[page] = free_leaf_page_;
-    free_leaf_page_ = page;
-  }
+void ContextForest::release_leaf(Pos pos) {
+  constexpr uint32_t kPage = TextStore::kPage;
+  const uint32_t page = leaf_page_[pos / kPage];
+  leaf_parent_[size_t(page) * kPage + pos % kPage] = kNone;
+  if (--page_fill_[page] != 0) return;
+  leaf_page_[pos / kPage] = kNone;
+  leaf_parent_[size_t(page) * kPage] = free_leaf_page_;
+  free_leaf_page_ = page;
 }
 
-Pos ContextForest::position(Ref r) const {
-  const uint32_t i = r & ~kLeafBit;
-  return text_page_[i / TextStore::kPage] * TextStore::kPage + i % TextStore::kPage;
+void ContextForest::set_parent(Ref r, uint32_t parent) {
+  if (is_leaf(r))
+    *const_cast<uint32_t*>(parent_slot(position(r))) = parent;
+  else
+    node_[r].parent = parent;
 }
 
-bool ContextForest::holds(int level, Pos pos) const {
-  const Ref r = leaf_ref(level, pos);
-  return r != kNone && leaf(r).parent != kNone;
+int ContextForest::leaf_depth(Ref leaf) const {
+  const Pos pos = position(leaf);
+  if (text_.back(pos, uint32_t(max_depth_)) != kNone) return max_depth_;
+  int depth = 0;
+  for (Pos p = text_.before(pos); p != kNone; p = text_.before(p)) depth++;
+  return depth;
 }
 
-uint32_t ContextForest::root_of(int level, Pos pos) const {
-  uint32_t n = leaf(leaf_ref(level, pos)).parent;
-  while (node_[n].parent != kNone) n = node_[n].parent;
-  return n;
+bool ContextForest::alive(Ref r) const {
+  return is_leaf(r) ? holds(position(r)) : r < node_.size() && node_[r].parent != r;
 }
 
-int ContextForest::leaf_depth(Ref r) const {
-  const Pos pos = position(r);
-  const Pos far = text_.back(pos, max_depth_);
-  if (far != kNone) return max_depth_;
-  int lo = 0, hi = max_depth_ - 1;  // what was popped is at the front: the held part is one run
-  while (lo < hi) {
-    const int mid = (lo + hi + 1) / 2;
-    if (text_.back(pos, mid) != kNone)
-      lo = mid;
-    else
-      hi = mid - 1;
-  }
-  return lo;
-}
-
-Token ContextForest::context_token(Ref r, int distance) const {
-  return text_[text_.back(position(newest(r)), distance + 1)];
-}
-
-Context ContextForest::context_before(Pos pos) const {
-  Context c;
-  for (Pos p = text_.before(pos); p != kNone && c.length < max_depth_; p = text_.before(p)) c.token[c.length++] = text_[p];
-  return c;
-}
-
-Context ContextForest::context_at_end(Pos last) const {
-  Context c;
-  for (Pos p = last; p != kNone && c.length < max_depth_; p = text_.before(p)) c.token[c.length++] = text_[p];
-  return c;
+uint32_t ContextForest::root_above(Ref r) const {
+  for (uint32_t up; (up = parent(r)) != kNone;) r = up;
+  return r;
 }
 
 // ---- nodes ------------------------------------------------------------------------------------------------------------
 uint32_t ContextForest::take_node(uint32_t parent, int depth) {
   uint32_t n = free_node_;
   if (n != kNone) {
-    free_node_ = node_[n].next;
+    free_node_ = node_[n].children;
   } else {
     n = uint32_t(node_.size());
+    if (is_leaf(n)) throw std::bad_alloc();
     node_.push_back({});
   }
   live_nodes_++;
-  node_[n] = Node{parent, kNone, kNone, kNone, 0, kNone, take_block(0), 0, 0, uint32_t(depth)};
+  node_[n] = Node{parent, 0, 0, 0, kNone, uint32_t(depth), 0, 0, 0, 0};
   return n;
 }
 
 void ContextForest::free_node(uint32_t n) {
   Node& node = node_[n];
-  if (node.num > kSmall)
-    for (uint32_t i = 0; i < node.num; i++) entry_erase(n, entries(node)[i].token);
-  free_block(node.size_class, node.block);
+  if (node.child_class != 0) arena_.give(node.children, child_words(node.child_class));
+  if (node.cont_class != 0) arena_.give(node.conts, cont_words(node.cont_class));
   node.parent = n;  // its own parent: not in any tree
-  node.next = free_node_;
+  node.children = free_node_;
   free_node_ = n;
   live_nodes_--;
 }
 
 uint32_t ContextForest::new_tree() { return take_node(kNone, 0); }
 
-void ContextForest::drop_tree(uint32_t root, int level) {
+void ContextForest::drop_tree(uint32_t root) {
   std::vector<uint32_t> open{root};
   while (!open.empty()) {
     const uint32_t n = open.back();
     open.pop_back();
-    for (Ref c = node_[n].child; c != kNone;) {
-      const Ref next = sibling(c);
-      const int d = int(node_[n].depth);
-      if (!is_leaf(c) || leaf_depth(c) > d) erase_child(n, context_token(c, d), c);
+    for_children(node_[n], [&](Ref c) {
       if (is_leaf(c))
-        release_leaf(level, position(c));
+        release_leaf(position(c));
       else
         open.push_back(c);
-      c = next;
-    }
-    dropped_.push_back(n);
+    });
+    free_node(n);
   }
-  // Freed only now: the children's keys were read through nodes and leaves above.
-  for (uint32_t n : dropped_) free_node(n);
-  dropped_.clear();
 }
 
-void ContextForest::link(uint32_t parent, Ref child) {
-  parent_of(child) = parent;
-  const Ref first = node_[parent].child;
-  previous_of(child) = kNone;
-  next_of(child) = first;
-  if (first != kNone) previous_of(first) = child;
-  node_[parent].child = child;
-}
-
-void ContextForest::unlink(Ref child) {
-  const Ref previous = previous_of(child), next = next_of(child);
-  if (previous != kNone)
-    next_of(previous) = next;
-  else
-    node_[parent_of(child)].child = next;
-  if (next != kNone) previous_of(next) = previous;
+void ContextForest::clear() {
+  node_.clear();
+  leaf_page_.clear();
+  leaf_parent_.clear();
+  page_fill_.clear();
+  arena_.clear();
+  free_node_ = free_leaf_page_ = kNone;
+  live_nodes_ = 0;
+  removals_++;
 }
 
 // ---- insertion --------------------------------------------------------------------------------------------------------
-void ContextForest::count_in(uint32_t n, Token token, Ref leaf) {
+// One more position under n, followed by `token`; returns the newest before it that is followed by the same, or kNone.
+Ref ContextForest::count_in(uint32_t n, Token token, Ref leaf, bool latest) {
   Node& node = node_[n];
-  node.count++;
-  if (node.newest == kNone || clock_of(leaf) >= clock_of(node.newest)) node.newest = leaf;
-  if (node.depth > 0) add_entry(n, token, 1, leaf);
+  const uint32_t count = node.count++;
+  const Ref last = node.newest;
+  if (node.depth == 0) return kNone;  // a root knows only how many
+  if (latest || clock_of(leaf) > clock_of(last)) node.newest = leaf;
+  if (node.cont_class != 0) return cont_in(n, token, leaf, latest);
+  const Token only = text_[position(last)];
+  if (only == token) return last;
+  resize_conts(n, 1);
+  Continuation* e = entries(node);
+  e[0] = {only, count, last};
+  e[1] = {token, 1, leaf};
+  node.num_conts = 2;
+  rise(node, 1, latest);
+  return kNone;
 }
 
-void ContextForest::insert(uint32_t root, int level, Pos pos) {
-  const Context context = context_before(pos);
+// Puts `pos` where its context's match ends. Returns the newest earlier position that follows the longest part of the
+// context at which its token was known, and that part's length.
+Ref ContextForest::insert_at(const Match& m, Pos pos, const Context& context, bool latest, int* seen_depth) {
+  const Ref self = kLeafBit | pos;
+  uint32_t v = m.at;
+  if (is_leaf(m.at) || int(node_[m.at].depth) > m.length) {  // the match ends within an edge: part it
+    const uint32_t up = parent(m.at);
+    v = take_node(up, m.length);
+    replace_child(up, Hash(uint32_t(context.token[node_[up].depth])), m.at, v);
+    node_[v].count = count(m.at);
+    node_[v].newest = newest(m.at);
+    if (!is_leaf(m.at)) copy_conts(v, m.at);
+    set_parent(m.at, v);
+    add_child(v, child_hash(m.at, m.length), m.at);
+  }
+  make_leaf(pos, v);
+  add_child(v, Hash(m.length < context.length ? uint32_t(context.token[m.length]) : self), self);
+  uint32_t path[kMaxDepth + 1];
+  int n = 0;
+  for (uint32_t u = v; u != kNone; u = node_[u].parent) {  // what counting in needs comes while the walk goes on
+    path[n++] = u;
+    if (node_[u].cont_class != 0)
+      __builtin_prefetch(block(node_[u].conts));
+    else
+      text_.prefetch(position(node_[u].newest));
+  }
   const Token token = text_[pos];
-  const Ref self = make_leaf(level, pos);
-  uint32_t v = root;
-  int d = 0;
-  for (;;) {
-    count_in(v, token, self);
-    if (d == context.length) return link(v, self);
-    const Ref child = find_child(v, context.token[d], d);
-    if (child == kNone) {
-      link(v, self);
-      return put_child(v, context.token[d], self);
-    }
-    const int limit = depth(child);
-    const int end = std::min(limit, context.length);
-    int e = d + 1;
-    Pos p = text_.back(position(newest(child)), d + 1);
-    while (e < end && text_[p = text_.before(p)] == context.token[e]) e++;
-    if (e == limit && !is_leaf(child)) {
-      v = child;
-      d = e;
-      continue;
-    }
-    // Part the edge at depth e.
-    const Token key = context.token[d];
-    const uint32_t w = take_node(v, e);
-    unlink(child);
-    link(v, w);
-    replace_child(v, key, child, w);
-    copy_counts(w, child);
-    link(w, child);
-    if (limit > e) put_child(w, context_token(child, e), child);
-    count_in(w, token, self);
-    link(w, self);
-    if (context.length > e) put_child(w, context.token[e], self);
-    return;
+  Ref seen = kNone;
+  for (int i = 0; i < n; i++) {
+    const Ref previous = count_in(path[i], token, self, latest);
+    if (seen != kNone || previous == kNone) continue;
+    seen = previous;
+    *seen_depth = int(node_[path[i]].depth);
   }
+  return seen;
 }
 
-void ContextForest::copy_counts(uint32_t to, Ref from) {
-  node_[to].count = count(from);
-  node_[to].newest = newest(from);
-  if (is_leaf(from)) {
-    add_entry(to, text_[position(from)], 1, from);
-    return;
-  }
-  reserve_entries(to, node_[from].num);
-  const uint32_t num = node_[from].num;
-  std::copy_n(entries(node_[from]), num, entries(node_[to]));
-  node_[to].num = num;
-  if (num > kSmall)
-    for (uint32_t i = 0; i < num; i++) entry_put(to, entries(node_[to])[i].token, i);
+void ContextForest::insert(uint32_t root, Pos pos) {
+  Token token[kMaxDepth];
+  const Context context{token, text_.read_back(text_.before(pos), token, max_depth_)};
+  int seen_depth;
+  insert_at(find(root, context), pos, context, false, &seen_depth);
+}
+
+void ContextForest::append(uint32_t root, Cursor& c, Pos pos, const Context& context, const Context& longer) {
+  int seen_depth = 0;
+  const Ref seen = insert_at(c.match, pos, context, true, &seen_depth);
+  Match next{root, 0};
+  if (seen != kNone) follow(root, seen, std::min(seen_depth + 1, max_depth_), next);
+  c.match = deepen(next, longer);
 }
 
 // ---- removal ----------------------------------------------------------------------------------------------------------
-void ContextForest::remove(int level, Pos pos) {
-  const Ref self = leaf_ref(level, pos);
+void ContextForest::remove(Pos pos) {
+  const Ref self = kLeafBit | pos;
   const Token token = text_[pos];
-  const uint32_t first = leaf(self).parent;
-  const int d = int(node_[first].depth);
-  if (leaf_depth(self) > d) erase_child(first, context_token(self, d), self);
-  unlink(self);
+  const uint32_t first = parent_at(pos);
+  remove_child(first, child_hash(self, int(node_[first].depth)), self);
   for (uint32_t v = first; v != kNone; v = node_[v].parent) {
     Node& node = node_[v];
     node.count--;
-    if (node.depth == 0) {
-      if (node.newest == self) node.newest = kNone;  // not asked of a root
-      continue;
-    }
-    const int64_t i = find_entry(v, token);
-    Continuation& entry = entries(node)[i];
-    if (--entry.count == 0)
-      drop_entry(v, uint32_t(i));
-    else {
-      if (entry.newest == self) refresh_entry(v, uint32_t(i));
-      place_entry(v, uint32_t(i));
-    }
-    if (node.newest == self) refresh_newest(v);
+    if (node.depth == 0) break;
+    if (node.newest == self) node.newest = newest_below(node);
+    if (node.cont_class != 0) cont_out(v, token, self);
   }
-  release_leaf(level, pos);
-  if (node_[first].depth == 0) return;
-  const Ref only = node_[first].child;
-  if (sibling(only) != kNone) return;
+  release_leaf(pos);
+  removals_++;
+  if (node_[first].depth == 0 || num_children(node_[first]) > 1) return;
   // A node with one child is no branch: the child takes its place.
+  const Ref only = only_child(node_[first]);
   const uint32_t up = node_[first].parent;
-  const int up_depth = int(node_[up].depth);
-  const Token key = context_token(only, up_depth);
-  if (depth(only) > d) erase_child(first, context_token(only, d), only);
-  replace_child(up, key, first, only);
-  unlink(first);
-  link(up, only);
+  replace_child(up, child_hash(first, int(node_[up].depth)), first, only);
+  set_parent(only, up);
   free_node(first);
 }
 
-void ContextForest::refresh_newest(uint32_t n) {
-  Node& node = node_[n];
-  node.newest = kNone;
-  for (Ref c = node.child; c != kNone; c = sibling(c))
-    if (node.newest == kNone || clock_of(newest(c)) > clock_of(node.newest)) node.newest = newest(c);
+Ref ContextForest::newest_below(const Node& node) const {
+  Ref best = kNone;
+  for_children(node, [&](Ref c) {
+    if (best == kNone || clock_of(newest(c)) > clock_of(best)) best = newest(c);
+  });
+  return best;
 }
 
-void ContextForest::refresh_entry(uint32_t n, uint32_t index) {
-  const Token token = entries(node_[n])[index].token;
+Ref ContextForest::newest_below(const Node& node, Token token) const {
   Ref best = kNone;
-  auto offer = [&](Ref l) {
-    if (best == kNone || clock_of(l) > clock_of(best)) best = l;
-  };
-  for (Ref c = node_[n].child; c != kNone; c = sibling(c)) {
-    if (is_leaf(c)) {
-      if (text_[position(c)] == token) offer(c);
-    } else {
-      const int64_t i = find_entry(c, token);
-      if (i >= 0) offer(entries(node_[c])[i].newest);
-    }
-  }
-  entries(node_[n])[index].newest = best;
+  for_children(node, [&](Ref c) {
+    const Ref leaf = continuation(c, token).newest;
+    if (leaf != kNone && (best == kNone || clock_of(leaf) > clock_of(best))) best = leaf;
+  });
+  return best;
 }
 
 // ---- look-up ----------------------------------------------------------------------------------------------------------
-Match ContextForest::find(uint32_t root, const Context& context) const { return deepen({root, 0}, context); }
-
-// From a match of m.length tokens at m.at to the longest there is.
+// From a match to the longest there is.
 Match ContextForest::deepen(Match m, const Context& context) const {
   while (m.length < context.length) {
-    int d = m.length;
-    Ref at = m.at;
-    if (!is_leaf(at) && depth(at) == d) {
-      at = find_child(at, context.token[d], d);
-      if (at == kNone) break;
-      d++;
+    Pos p;
+    if (!is_leaf(m.at) && int(node_[m.at].depth) == m.length) {
+      const Ref child = find_child(m.at, context.token[m.length], &p);
+      if (child == kNone) break;
+      m.at = child;
+    } else {
+      p = text_.back(position(newest(m.at)), uint32_t(m.length) + 1);
     }
-    const int limit = depth(at), end = std::min(limit, context.length);
-    if (d < end) {
-      for (Pos p = text_.back(position(newest(at)), d + 1); text_[p] == context.token[d]; p = text_.before(p))
-        if (++d == end) break;
-    }
-    m = {at, d};
-    if (d < limit || is_leaf(at)) break;
+    const int end = is_leaf(m.at) ? context.length : std::min(context.length, int(node_[m.at].depth));
+    m.length += text_.agree(p, context.token + m.length, end - m.length);
+    if (is_leaf(m.at) || m.length < int(node_[m.at].depth)) break;
   }
   return m;
 }
 
-Match ContextForest::advance(uint32_t root, int level, const Match& m, Token token, const Context& longer) const {
-  int length = m.length;
-  for (Ref r = m.at; r != root; r = parent(r), length = depth(r)) {
-    Ref seen = kNone;
-    if (is_leaf(r)) {
-      if (text_[position(r)] == token) seen = r;
-    } else {
-      const int64_t i = find_entry(r, token);
-      if (i >= 0) seen = entries(node_[r])[i].newest;
-    }
-    if (seen == kNone) continue;
-    const Match next = follow(root, level, seen, std::min(length + 1, max_depth_));
-    if (next.length == 0) return {root, -1};  // the newest occurrence is at its sequence's end: only a search tells
-    // Where the tree holds a part of the positions only (responses, not prompts), a longer context may be in it whose
-    // beginning was not.
-    return deepen(next, longer);
-  }
-  return find(root, longer);
+// The match of `length` tokens that the position after `seen` stands for; false when no such position is in the tree.
+bool ContextForest::follow(uint32_t root, Ref seen, int length, Match& out) const {
+  const Pos next = text_.after(position(seen));
+  if (next == kNone || !holds(next) || (split_ && root_of(next) != root)) return false;
+  Ref r = kLeafBit | next;
+  for (uint32_t up; int(node_[up = parent(r)].depth) >= length;) r = up;
+  out = {r, length};
+  return true;
 }
 
-Match ContextForest::follow(uint32_t root, int level, Ref seen, int length) const {
-  const Pos after = text_.after(position(seen));
-  if (after == kNone || !holds(level, after) || (split_ && root_of(level, after) != root)) return {root, 0};
-  Ref r = leaf_ref(level, after);
-  while (depth(parent(r)) >= length) r = parent(r);
-  return {r, length};
+Match ContextForest::advance(uint32_t root, const Match& m, Token token, const Context& longer) const {
+  Match next{root, 0};
+  int length = m.length;
+  for (Ref r = m.at; r != root; r = parent(r), length = int(node_[r].depth)) {
+    const Ref seen = continuation(r, token).newest;
+    if (seen == kNone) continue;
+    // At the end of its sequence the newest occurrence tells nothing: search from the root.
+    follow(root, seen, std::min(length + 1, max_depth_), next);
+    break;
+  }
+  // A longer context may be in the tree whose beginning was not, where it holds a part of the positions only (responses,
+  // not prompts).
+  return deepen(next, longer);
+}
+
+void ContextForest::settle(uint32_t root, Cursor& c, const Context& context) const {
+  Match& m = c.match;
+  if (m.at == kNone) {
+    m = {root, 0};
+  } else if (c.removals != removals_ || m.length > context.length) {
+    // Whatever was removed, and whatever took its slots: what still agrees with the context is a match.
+    if (m.at == root || !alive(m.at) || root_above(m.at) != root) {
+      m = {root, 0};
+    } else {
+      const int most = is_leaf(m.at) ? context.length : std::min(context.length, int(node_[m.at].depth));
+      m.length = text_.agree(text_.before(position(newest(m.at))), context.token, most);
+    }
+  }
+  // Edges may have been parted above the match.
+  if (m.at != root)
+    for (uint32_t up; (up = parent(m.at)) != kNone && int(node_[up].depth) >= m.length;) m.at = up;
+  m = deepen(m, context);
+  c.removals = removals_;
+}
+
+void ContextForest::fetch_place(const Cursor& c) const {
+  if (c.match.at == kNone) return;
+  if (!is_leaf(c.match.at)) return __builtin_prefetch(node_.data() + c.match.at);
+  text_.prefetch(position(c.match.at));
+  if (const uint32_t* up = parent_slot(position(c.match.at)); up != nullptr) __builtin_prefetch(up);
+}
+
+void ContextForest::fetch_around(const Cursor& c) const {
+  if (c.match.at == kNone || !alive(c.match.at)) return;
+  if (const uint32_t up = parent(c.match.at); up != kNone) __builtin_prefetch(node_.data() + up);
+  if (is_leaf(c.match.at)) return;
+  const Node& node = node_[c.match.at];
+  __builtin_prefetch(block(node.children));
+  if (node.cont_class != 0) __builtin_prefetch(block(node.conts));
+  if (node.newest != kNone) text_.prefetch(position(node.newest));
+}
+
+Continuation ContextForest::continuation(Ref r, Token token) const {
+  if (!is_leaf(r) && node_[r].cont_class != 0) {
+    const uint32_t slot = find_cont(node_[r], token);
+    return slot != kNone ? entries(node_[r])[slot] : Continuation{token, 0, kNone};
+  }
+  const Ref last = newest(r);
+  if (last != kNone && text_[position(last)] == token) return {token, count(r), last};
+  return {token, 0, kNone};
 }
 
 uint32_t ContextForest::continuations(Ref r, Continuation* out, int most) const {
-  if (is_leaf(r)) {
-    if (most > 0) out[0] = {text_[position(r)], 1, r};
-    return 1;
-  }
-  const Node& node = node_[r];
-  const uint32_t n = std::min<uint32_t>(node.num, uint32_t(most));
-  std::copy_n(entries(node), n, out);
-  return node.num;
+  if (!is_leaf(r) && node_[r].cont_class != 0) return top_conts(node_[r], out, most);
+  const Ref last = newest(r);
+  if (last == kNone) return 0;
+  if (most > 0) out[0] = {text_[position(last)], count(r), last};
+  return 1;
 }
 
-uint32_t ContextForest::count_of(Ref r, Token token) const {
-  if (is_leaf(r)) return text_[position(r)] == token;
-  const int64_t i = find_entry(r, token);
-  return i < 0 ? 0 : entries(node_[r])[i].count;
+size_t ContextForest::bytes() const {
+  return node_.bytes() + leaf_page_.bytes() + leaf_parent_.bytes() + page_fill_.bytes() + arena_.bytes();
 }
 
 }  // namespace speceyes::drafting

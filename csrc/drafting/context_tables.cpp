@@ -1,4 +1,4 @@
-// The hash tables and the continuation lists of the context forest.
+// The children and the continuations of the context forest's nodes: lists, or hash tables where there are many.
 #include <algorithm>
 
 #include "context_forest.h"
@@ -6,237 +6,294 @@
 namespace speceyes::drafting {
 
 namespace {
-constexpr double kMaxLoad = 0.7;
+
+// The class for a table that has run out of free slots: a larger one, or the same where erased slots fill it.
+int next_class(int size_class, uint32_t entries) {
+  const bool erased = size_class >= kFirstHashed && entries < limit_of(size_class) / 4 * 3;
+  return erased ? size_class : size_class + 1;
+}
+// A class that leaves room for a quarter more.
+int roomy_class(uint32_t entries) { return class_for(entries + entries / 4); }
+
+}  // namespace
+
+// ---- children ---------------------------------------------------------------------------------------------------------
+// The key of a child is the token by which its context goes on; a leaf whose context ends here is its own key.
+Hash ContextForest::child_hash(Ref child, int depth) const {
+  const Pos p = depth < max_depth_ ? text_.back(position(newest(child)), uint32_t(depth) + 1) : kNone;
+  return Hash(p == kNone ? child : uint32_t(text_[p]));
 }
 
-uint64_t ContextForest::mix(uint32_t node, Token token) {
-  uint64_t x = (uint64_t(node) << 32 | uint32_t(token)) * 0x9E3779B97F4A7C15ull;
-  x ^= x >> 32;
-  x *= 0xD6E8FEB86659FD93ull;
-  return x ^ (x >> 29);
-}
-
-// ---- children: (node, token) -> Ref, linear probing -----------------------------------------------------------------
-Ref ContextForest::find_child(uint32_t node, Token token, int depth) const {
-  const uint64_t h = mix(node, token);
-  const size_t mask = slot_.size() - 1;
-  const uint32_t tag = uint32_t(h >> 32);
-  for (size_t i = h & mask; slot_[i].ref != kNone; i = (i + 1) & mask) {
-    if (slot_[i].tag != tag) continue;
-    const Ref r = slot_[i].ref;
-    if (parent(r) == node && context_token(r, depth) == token) return r;
+// The child that goes on by `token`, and the position after that token in its newest context.
+Ref ContextForest::find_child(uint32_t n, Token token, Pos* at) const {
+  const Node& node = node_[n];
+  const Hash hash{uint32_t(token)};
+  const Ref* refs = child_refs(node);
+  const auto is = [&](uint32_t slot) {
+    *at = text_.back(position(newest(refs[slot])), node.depth + 1);
+    return *at != kNone && text_[*at] == token;
+  };
+  if (node.child_class >= kFirstHashed) {
+    const uint32_t slot = child_table(node).find(hash, is);
+    return slot == Table::kNoSlot ? kNone : refs[slot];
   }
+  const uint32_t n_children = node.num_children;
+  const auto* tags = reinterpret_cast<const uint8_t*>(refs + slots_of(node.child_class));
+  for (uint32_t base = 0; base < n_children; base += 16)
+    for (uint32_t m = equal_tags(tags + base, hash.tag()); m != 0; m &= m - 1) {
+      const uint32_t slot = base + uint32_t(std::countr_zero(m));
+      if (slot >= n_children) break;
+      if (is(slot)) return refs[slot];
+    }
   return kNone;
 }
 
-void ContextForest::put_child(uint32_t node, Token token, Ref child) {
-  if (double(used_slots_ + 1) > kMaxLoad * double(slot_.size())) rehash(slot_.size() * 2);
-  const uint64_t h = mix(node, token);
-  const size_t mask = slot_.size() - 1;
-  size_t i = h & mask;
-  while (slot_[i].ref != kNone) i = (i + 1) & mask;
-  slot_[i] = {child, uint32_t(h >> 32), uint32_t(h)};
-  used_slots_++;
+uint32_t ContextForest::child_slot(const Node& node, Hash hash, Ref child) const {
+  const Ref* refs = child_refs(node);
+  if (node.child_class >= kFirstHashed) return child_table(node).find(hash, [&](uint32_t slot) { return refs[slot] == child; });
+  return uint32_t(std::find(refs, refs + node.num_children, child) - refs);
 }
 
-size_t ContextForest::slot_of(uint32_t node, Token token, Ref child) const {
-  const size_t mask = slot_.size() - 1;
-  size_t i = mix(node, token) & mask;
-  while (slot_[i].ref != child) i = (i + 1) & mask;
-  return i;
+void ContextForest::add_child(uint32_t n, Hash hash, Ref child) {
+  Node& node = node_[n];
+  if (node.child_class < kFirstHashed && node.num_children < slots_of(node.child_class)) {
+    Ref* refs = child_refs(node);
+    reinterpret_cast<uint8_t*>(refs + slots_of(node.child_class))[node.num_children] = hash.tag();
+    refs[node.num_children++] = child;
+    return;
+  }
+  if (node.child_class < kFirstHashed || child_table(node).head[1] >= limit_of(node.child_class)) {
+    resize_children(n, next_class(node.child_class, num_children(node)));
+    return add_child(n, hash, child);
+  }
+  child_refs(node)[child_table(node).put(hash)] = child;
 }
 
-void ContextForest::replace_child(uint32_t node, Token token, Ref from, Ref to) {
-  slot_[slot_of(node, token, from)].ref = to;
+void ContextForest::replace_child(uint32_t n, Hash hash, Ref from, Ref to) {
+  child_refs(node_[n])[child_slot(node_[n], hash, from)] = to;
 }
 
-void ContextForest::erase_child(uint32_t node, Token token, Ref child) {
-  const size_t mask = slot_.size() - 1;
-  size_t hole = slot_of(node, token, child);
-  for (size_t i = (hole + 1) & mask; slot_[i].ref != kNone; i = (i + 1) & mask) {
-    const size_t home = slot_[i].home & mask;
-    if (((i - home) & mask) >= ((i - hole) & mask)) {
-      slot_[hole] = slot_[i];
-      hole = i;
+void ContextForest::remove_child(uint32_t n, Hash hash, Ref child) {
+  Node& node = node_[n];
+  const uint32_t slot = child_slot(node, hash, child);
+  if (node.child_class >= kFirstHashed) {
+    child_table(node).erase(slot);
+    const uint32_t left = num_children(node);
+    if (left < limit_of(node.child_class - 1) / 4 * 3) resize_children(n, roomy_class(left));
+    return;
+  }
+  Ref* refs = child_refs(node);
+  auto* tags = reinterpret_cast<uint8_t*>(refs + slots_of(node.child_class));
+  const uint32_t last = --node.num_children;
+  refs[slot] = refs[last];
+  tags[slot] = tags[last];
+  if (last <= slots_of(node.child_class - 1)) resize_children(n, node.child_class - 1);
+}
+
+void ContextForest::resize_children(uint32_t n, int size_class) {
+  const uint32_t fresh = size_class == 0 ? 0 : arena_.take(child_words(size_class));
+  Node& node = node_[n];
+  const Node old = node;
+  node.children = fresh;
+  node.child_class = uint32_t(size_class);
+  node.num_children = 0;
+  if (size_class >= kFirstHashed) std::fill_n(block(fresh), kChildHead + slots_of(size_class) / 4, 0);
+  const bool listed = size_class < kFirstHashed, was_listed = old.child_class < kFirstHashed;
+  if (size_class != 0 && old.child_class != 0) {
+    Ref* refs = child_refs(node);
+    const Ref* old_refs = child_refs(old);
+    const auto* old_tags = was_listed ? reinterpret_cast<const uint8_t*>(old_refs + slots_of(old.child_class)) : child_table(old).tags;
+    for (uint32_t i = 0, slots = was_listed ? old.num_children : slots_of(old.child_class); i < slots; i++) {
+      if (!was_listed && old_tags[i] <= kErased) continue;
+      if (listed) {
+        reinterpret_cast<uint8_t*>(refs + slots_of(size_class))[node.num_children] = old_tags[i];
+        refs[node.num_children++] = old_refs[i];
+      } else {
+        refs[child_table(node).put(child_hash(old_refs[i], int(node.depth)))] = old_refs[i];
+      }
     }
   }
-  slot_[hole] = Slot{};
-  used_slots_--;
+  if (old.child_class != 0) arena_.give(old.children, child_words(old.child_class));
 }
 
-void ContextForest::rehash(size_t slots) {
-  std::vector<Slot> old(slots);
-  old.swap(slot_);
-  const size_t mask = slots - 1;
-  for (const Slot& s : old) {
-    if (s.ref == kNone) continue;
-    size_t i = s.home & mask;
-    while (slot_[i].ref != kNone) i = (i + 1) & mask;
-    slot_[i] = s;
-  }
-}
-
-// ---- continuations: blocks of 2^class, the first four in order ------------------------------------------------------
-uint32_t ContextForest::take_block(int size_class) {
-  auto& free = free_block_[size_class];
-  if (!free.empty()) {
-    const uint32_t b = free.back();
-    free.pop_back();
-    return b;
-  }
-  auto& pool = pool_[size_class];
-  const uint32_t b = uint32_t(pool.size() >> size_class);
-  pool.resize(pool.size() + (size_t(1) << size_class));
-  return b;
-}
-
-void ContextForest::free_block(int size_class, uint32_t block) { free_block_[size_class].push_back(block); }
-
-void ContextForest::reserve_entries(uint32_t n, uint32_t size) {
-  int size_class = node_[n].size_class;
-  while ((1u << size_class) < size) size_class++;
-  if (size_class == int(node_[n].size_class)) return;
-  const uint32_t block = take_block(size_class);
-  std::copy_n(entries(node_[n]), node_[n].num, pool_[size_class].data() + (size_t(block) << size_class));
-  free_block(node_[n].size_class, node_[n].block);
-  node_[n].block = block;
-  node_[n].size_class = uint32_t(size_class);
-}
-
-int64_t ContextForest::find_entry(uint32_t n, Token token) const {
-  const Node& node = node_[n];
-  if (node.num > kSmall) {
-    const size_t mask = entry_slot_.size() - 1;
-    for (size_t i = mix(n, token) & mask; entry_slot_[i].node != kNone; i = (i + 1) & mask)
-      if (entry_slot_[i].node == n && entry_slot_[i].token == token) return entry_slot_[i].index;
-    return -1;
-  }
+// ---- continuations ----------------------------------------------------------------------------------------------------
+uint32_t ContextForest::top_conts(const Node& node, Continuation* out, int most) const {
+  const uint32_t num = num_conts(node);
   const Continuation* e = entries(node);
-  for (uint32_t i = 0; i < node.num; i++)
+  for (uint32_t i = 0; i < std::min({num, uint32_t(most), uint32_t(kTop)}); i++)
+    out[i] = e[node.cont_class < kFirstHashed ? i : cont_top(node)[i]];
+  return num;
+}
+
+uint32_t ContextForest::find_cont(const Node& node, Token token) const {
+  const Continuation* e = entries(node);
+  if (node.cont_class >= kFirstHashed)
+    return cont_table(node).find(Hash(uint32_t(token)), [&](uint32_t slot) { return e[slot].token == token; });
+  for (uint32_t i = 0; i < node.num_conts; i++)
     if (e[i].token == token) return i;
-  return -1;
+  return kNone;
 }
 
-void ContextForest::add_entry(uint32_t n, Token token, uint32_t count, Ref newest) {
-  int64_t i = find_entry(n, token);
-  if (i < 0) {
-    reserve_entries(n, node_[n].num + 1);
-    i = node_[n].num;
-    entries(node_[n])[i] = {token, count, newest};
-    node_[n].num++;
-    if (node_[n].num == kSmall + 1)
-      for (uint32_t j = 0; j <= kSmall; j++) entry_put(n, entries(node_[n])[j].token, j);
-    else if (node_[n].num > kSmall)
-      entry_put(n, token, uint32_t(i));
-  } else {
-    Continuation& e = entries(node_[n])[i];
-    e.count += count;
-    if (clock_of(newest) >= clock_of(e.newest)) e.newest = newest;
+// `token` follows once more; returns its newest leaf before, or kNone.
+Ref ContextForest::cont_in(uint32_t n, Token token, Ref leaf, bool latest) {
+  const uint32_t slot = find_cont(node_[n], token);
+  if (slot == kNone) {
+    add_cont(n, {token, 1, leaf}, latest);
+    return kNone;
   }
-  place_entry(n, uint32_t(i));
+  Continuation& c = entries(node_[n])[slot];
+  const Ref previous = c.newest;
+  c.count++;
+  if (latest || clock_of(leaf) > clock_of(previous)) c.newest = leaf;
+  rise(node_[n], slot, latest);
+  return previous;
 }
 
-void ContextForest::drop_entry(uint32_t n, uint32_t index) {
-  const uint32_t last = node_[n].num - 1;
-  if (index != last) swap_entries(n, index, last);
-  if (node_[n].num == kSmall + 1)
-    for (uint32_t j = 0; j <= kSmall; j++) entry_erase(n, entries(node_[n])[j].token);
-  else if (node_[n].num > kSmall)
-    entry_erase(n, entries(node_[n])[last].token);
-  node_[n].num = last;
-  if (index < last) place_entry(n, index);
+void ContextForest::cont_out(uint32_t n, Token token, Ref leaf) {
+  const uint32_t slot = find_cont(node_[n], token);
+  Continuation& c = entries(node_[n])[slot];
+  if (--c.count == 0) return drop_cont(n, slot);
+  if (c.newest == leaf) c.newest = newest_below(node_[n], token);
+  sink(node_[n], slot);
 }
 
-bool ContextForest::before(const Continuation& a, const Continuation& b) const {
-  return a.count != b.count ? a.count > b.count : clock_of(a.newest) > clock_of(b.newest);
+void ContextForest::copy_conts(uint32_t to, uint32_t from) {
+  const int c = node_[from].cont_class;
+  if (c == 0) return;
+  const uint32_t fresh = arena_.take(cont_words(c));
+  std::copy_n(block(node_[from].conts), cont_words(c), block(fresh));
+  node_[to].conts = fresh;
+  node_[to].cont_class = node_[from].cont_class;
+  node_[to].num_conts = node_[from].num_conts;
 }
 
-// Restores the order of the first four after the entry at `index` changed, either way.
-void ContextForest::place_entry(uint32_t n, uint32_t index) {
-  const uint32_t num = node_[n].num, top = std::min<uint32_t>(kTop, num);
-  auto at = [&](uint32_t i) -> const Continuation& { return entries(node_[n])[i]; };
-  if (index >= top) {
-    if (!before(at(index), at(top - 1))) return;
-    swap_entries(n, index, top - 1);
-    index = top - 1;
-  } else if (num > top && index == top - 1) {
-    // may have fallen below the rest
+void ContextForest::add_cont(uint32_t n, Continuation c, bool latest) {
+  Node& node = node_[n];
+  if (node.cont_class < kFirstHashed ? node.num_conts == slots_of(node.cont_class)
+                                     : cont_table(node).head[1] >= limit_of(node.cont_class))
+    resize_conts(n, next_class(node.cont_class, num_conts(node)));
+  const uint32_t slot = node.cont_class < kFirstHashed ? uint32_t(node.num_conts++) : cont_table(node).put(Hash(uint32_t(c.token)));
+  entries(node)[slot] = c;
+  rise(node, slot, latest);
+}
+
+void ContextForest::drop_cont(uint32_t n, uint32_t slot) {
+  Node& node = node_[n];
+  Continuation* e = entries(node);
+  if (node.cont_class >= kFirstHashed) {
+    cont_table(node).erase(slot);
+    uint32_t* top = cont_top(node);
+    if (uint32_t* in_top = std::find(top, top + kTop, slot); in_top != top + kTop) {
+      std::copy(in_top + 1, top + kTop, in_top);
+      top[kTop - 1] = kNone;
+      refill_top(node);
+    }
+    const uint32_t left = num_conts(node);
+    if (left < limit_of(node.cont_class - 1) / 4 * 3) resize_conts(n, roomy_class(left));
+    return;
   }
-  while (index > 0 && before(at(index), at(index - 1))) {
-    swap_entries(n, index, index - 1);
-    index--;
-  }
-  while (index + 1 < top && before(at(index + 1), at(index))) {
-    swap_entries(n, index, index + 1);
-    index++;
-  }
-  if (index + 1 != top || num == top) return;
-  uint32_t best = index;
-  for (uint32_t i = top; i < num; i++)
-    if (before(at(i), at(best))) best = i;
-  if (best != index) swap_entries(n, index, best);
-}
-
-void ContextForest::swap_entries(uint32_t n, uint32_t a, uint32_t b) {
-  Continuation* e = entries(node_[n]);
-  std::swap(e[a], e[b]);
-  if (node_[n].num > kSmall) {
-    entry_slot(n, e[a].token)->index = a;
-    entry_slot(n, e[b].token)->index = b;
-  }
-}
-
-// ---- large nodes: (node, token) -> index -----------------------------------------------------------------------------
-ContextForest::EntrySlot* ContextForest::entry_slot(uint32_t node, Token token) {
-  const size_t mask = entry_slot_.size() - 1;
-  size_t i = mix(node, token) & mask;
-  while (entry_slot_[i].node != node || entry_slot_[i].token != token) i = (i + 1) & mask;
-  return &entry_slot_[i];
-}
-
-void ContextForest::entry_put(uint32_t node, Token token, uint32_t index) {
-  if (entry_slot_.empty() || double(used_entry_slots_ + 1) > kMaxLoad * double(entry_slot_.size()))
-    entry_rehash(entry_slot_.empty() ? 64 : entry_slot_.size() * 2);
-  const size_t mask = entry_slot_.size() - 1;
-  size_t i = mix(node, token) & mask;
-  while (entry_slot_[i].node != kNone) i = (i + 1) & mask;
-  entry_slot_[i] = {node, token, index};
-  used_entry_slots_++;
-}
-
-void ContextForest::entry_erase(uint32_t node, Token token) {
-  const size_t mask = entry_slot_.size() - 1;
-  size_t hole = size_t(entry_slot(node, token) - entry_slot_.data());
-  for (size_t i = (hole + 1) & mask; entry_slot_[i].node != kNone; i = (i + 1) & mask) {
-    const size_t home = mix(entry_slot_[i].node, entry_slot_[i].token) & mask;
-    if (((i - home) & mask) >= ((i - hole) & mask)) {
-      entry_slot_[hole] = entry_slot_[i];
-      hole = i;
+  const uint32_t last = --node.num_conts, top = std::min<uint32_t>(kTop, last);
+  if (slot < kTop) {
+    std::copy(e + slot + 1, e + std::min<uint32_t>(kTop, last + 1), e + slot);
+    slot = top;  // a hole behind those in order, or at the end
+    if (last >= kTop) {
+      uint32_t best = kTop;
+      for (uint32_t i = kTop + 1; i <= last; i++)
+        if (before(e[i], e[best], false)) best = i;
+      e[kTop - 1] = e[best];
+      slot = best;
     }
   }
-  entry_slot_[hole] = EntrySlot{};
-  used_entry_slots_--;
-}
-
-void ContextForest::entry_rehash(size_t slots) {
-  std::vector<EntrySlot> old(slots);
-  old.swap(entry_slot_);
-  const size_t mask = slots - 1;
-  for (const EntrySlot& s : old) {
-    if (s.node == kNone) continue;
-    size_t i = mix(s.node, s.token) & mask;
-    while (entry_slot_[i].node != kNone) i = (i + 1) & mask;
-    entry_slot_[i] = s;
+  if (slot < last) e[slot] = e[last];
+  if (last == 1) {  // told by the node itself
+    arena_.give(node.conts, cont_words(node.cont_class));
+    node.cont_class = node.num_conts = 0;
+  } else if (last <= slots_of(node.cont_class - 1)) {
+    resize_conts(n, node.cont_class - 1);
   }
 }
 
-size_t ContextForest::bytes() const {
-  size_t total = text_.bytes() + clock_at_.capacity() * 4 + node_.capacity() * sizeof(Node) +
-                 leaf_.capacity() * sizeof(Leaf) + (text_page_.capacity() + page_fill_.capacity()) * 4 +
-                 slot_.capacity() * sizeof(Slot) + entry_slot_.capacity() * sizeof(EntrySlot);
-  for (const auto& pages : leaf_page_) total += pages.capacity() * 4;
-  for (int c = 0; c < kClasses; c++) total += pool_[c].capacity() * sizeof(Continuation) + free_block_[c].capacity() * 4;
-  return total;
+void ContextForest::resize_conts(uint32_t n, int size_class) {
+  const uint32_t fresh = arena_.take(cont_words(size_class));
+  Node& node = node_[n];
+  const Node old = node;
+  node.conts = fresh;
+  node.cont_class = uint32_t(size_class);
+  node.num_conts = 0;
+  if (old.cont_class == 0) return;
+  const bool listed = size_class < kFirstHashed, was_listed = old.cont_class < kFirstHashed;
+  if (!listed) std::fill_n(block(fresh), kContHead + slots_of(size_class) / 4, 0);
+  Continuation* e = entries(node);
+  const Continuation* old_e = entries(old);
+  uint32_t moved = 0;
+  const auto move = [&](const Continuation& c) {
+    const uint32_t slot = listed ? uint32_t(node.num_conts++) : cont_table(node).put(Hash(uint32_t(c.token)));
+    e[slot] = c;
+    if (!listed && moved < kTop) cont_top(node)[moved] = slot;
+    moved++;
+  };
+  if (was_listed) {
+    for (uint32_t i = 0; i < old.num_conts; i++) move(old_e[i]);
+  } else {
+    const uint32_t* top = cont_top(old);
+    for (int i = 0; i < kTop; i++) move(old_e[top[i]]);
+    const Table table = cont_table(old);
+    for (uint32_t i = 0; i < 16 * table.groups; i++)
+      if (table.has(i) && std::find(top, top + kTop, i) == top + kTop) move(old_e[i]);
+  }
+  arena_.give(old.conts, cont_words(old.cont_class));
+}
+
+// Restores the order of the first kTop after the entry at `slot` grew or came; `latest`: its newest is newer than all.
+void ContextForest::rise(const Node& node, uint32_t slot, bool latest) {
+  Continuation* e = entries(node);
+  if (node.cont_class < kFirstHashed) {
+    if (slot >= kTop) {
+      if (!before(e[slot], e[kTop - 1], latest)) return;
+      std::swap(e[slot], e[kTop - 1]);
+      slot = kTop - 1;
+    }
+    for (; slot > 0 && before(e[slot], e[slot - 1], latest); slot--) std::swap(e[slot], e[slot - 1]);
+    return;
+  }
+  uint32_t* top = cont_top(node);
+  uint32_t i = uint32_t(std::find(top, top + kTop, slot) - top);
+  if (i == kTop) {
+    if (!before(e[slot], e[top[kTop - 1]], latest)) return;
+    top[i = kTop - 1] = slot;
+  }
+  for (; i > 0 && before(e[slot], e[top[i - 1]], latest); i--) std::swap(top[i], top[i - 1]);
+}
+
+// The same after it shrank or its newest went.
+void ContextForest::sink(const Node& node, uint32_t slot) {
+  Continuation* e = entries(node);
+  if (node.cont_class < kFirstHashed) {
+    if (slot >= kTop) return;
+    const uint32_t num = node.num_conts, last = std::min<uint32_t>(kTop, num) - 1;
+    for (; slot < last && before(e[slot + 1], e[slot], false); slot++) std::swap(e[slot], e[slot + 1]);
+    if (slot != kTop - 1) return;
+    uint32_t best = slot;
+    for (uint32_t i = kTop; i < num; i++)
+      if (before(e[i], e[best], false)) best = i;
+    std::swap(e[slot], e[best]);
+    return;
+  }
+  uint32_t* top = cont_top(node);
+  uint32_t i = uint32_t(std::find(top, top + kTop, slot) - top);
+  if (i == kTop) return;
+  for (; i + 1 < kTop && before(e[top[i + 1]], e[slot], false); i++) std::swap(top[i], top[i + 1]);
+  if (i == kTop - 1) refill_top(node);
+}
+
+// The last of the top, or an empty place there, against all that are not in it.
+void ContextForest::refill_top(const Node& node) {
+  const Continuation* e = entries(node);
+  const Table table = cont_table(node);
+  uint32_t* top = cont_top(node);
+  uint32_t& best = top[kTop - 1];
+  for (uint32_t i = 0; i < 16 * table.groups; i++)
+    if (table.has(i) && std::find(top, top + kTop, i) == top + kTop && (best == kNone || before(e[i], e[best], false))) best = i;
 }
 
 }  // namespace speceyes::drafting

@@ -5,7 +5,9 @@
 namespace speceyes::drafting {
 
 DraftCache::DraftCache(const CacheOptions& options)
-    : options_(options), forest_(options.max_depth, options.strict_isolation) {}
+    : options_(options),
+      forest_{ContextForest(text_, options.max_depth), ContextForest(text_, options.max_depth, options.strict_isolation),
+              ContextForest(text_, options.max_depth), ContextForest(text_, options.max_depth)} {}
 
 // ---- trees ------------------------------------------------------------------------------------------------------------
 DraftCache::TreeKey DraftCache::tree_key(int level, const Response& r, int block) const {
@@ -15,7 +17,7 @@ DraftCache::TreeKey DraftCache::tree_key(int level, const Response& r, int block
 
 uint32_t DraftCache::hold_tree(const TreeKey& key) {
   auto [it, fresh] = trees_.try_emplace(key);
-  if (fresh) it->second.root = forest_.new_tree();
+  if (fresh) it->second.root = forest_[size_t(key[0])].new_tree();
   it->second.live++;
   return it->second.root;
 }
@@ -27,8 +29,10 @@ void DraftCache::release_tree(const TreeKey& key) {
 
 void DraftCache::drop_if_empty(const TreeKey& key) {
   const auto it = trees_.find(key);
-  if (it == trees_.end() || it->second.live > 0 || forest_.count(it->second.root) > 0) return;
-  forest_.drop_tree(it->second.root, int(key[0]));
+  if (it == trees_.end()) return;
+  ContextForest& forest = forest_[size_t(key[0])];
+  if (it->second.live > 0 || forest.count(it->second.root) > 0) return;
+  forest.drop_tree(it->second.root);
   trees_.erase(it);
 }
 
@@ -46,7 +50,7 @@ void DraftCache::start(int64_t request, const Token* prompt, int64_t n, int64_t 
   by_age_.erase(group.order);
   by_age_[group.order = r.order] = {agent, query};
   group.live++;
-  r.roots[0] = forest_.new_tree();
+  r.roots[0] = forest_[0].new_tree();
   for (int level = 1; level < kSources; level++) r.roots[level] = kNone;
   for (int level = 1; level < (options_.strict_isolation ? 2 : kSources); level++)
     r.roots[level] = hold_tree(tree_key(level, r, 0));
@@ -56,19 +60,18 @@ void DraftCache::start(int64_t request, const Token* prompt, int64_t n, int64_t 
 void DraftCache::push(Live& r, Token token, bool response) {
   if (token < 0) return;
   if (stats_.tokens >= options_.max_tokens) make_room(room_step());
-  const Pos pos = forest_.text().push(r.text, token);
-  forest_.set_clock(pos, forest_.tick());
+  const Pos pos = text_.push(r.text, token);
   stats_.tokens++;
   r.last = pos;
   if (!response) r.prompt_held++;
   if (response && r.first == kNone) {
     r.first = pos;
-    if (const Pos end = forest_.text().before(pos); end != kNone) prompt_ends(r.prompt_end = forest_.text()[end])++;
+    if (const Pos end = text_.before(pos); end != kNone) prompt_ends(r.prompt_end = text_[end])++;
   }
-  if (!options_.strict_isolation) forest_.insert(r.roots[0], 0, pos);
+  if (!options_.strict_isolation) forest_[0].insert(r.roots[0], pos);
   if (!response) return;
   for (int level = 1; level < kSources; level++)
-    if (r.roots[level] != kNone) forest_.insert(r.roots[level], level, pos);
+    if (r.roots[level] != kNone) forest_[size_t(level)].insert(r.roots[level], pos);
   follow_structure(r, token);
 }
 
@@ -112,7 +115,7 @@ void DraftCache::forget_prompt_end(Response& r) {
 void DraftCache::stop(int64_t request) {
   const auto it = live_.find(request);
   Live& r = it->second;
-  forest_.drop_tree(r.roots[0], 0);
+  forest_[0].drop_tree(r.roots[0]);
   if (options_.strict_isolation) {
     release_tree(tree_key(1, r, r.block));
   } else {
@@ -123,10 +126,10 @@ void DraftCache::stop(int64_t request) {
   group.live--;
   if (r.first == kNone) {
     stats_.tokens -= r.text.length;
-    forest_.text().clear(r.text);
+    text_.clear(r.text);
   } else {
     // A response's contexts reach at most this far into its prompt.
-    for (; r.prompt_held > options_.max_depth; r.prompt_held--, stats_.tokens--) forest_.text().pop_front(r.text);
+    for (; r.prompt_held > options_.max_depth; r.prompt_held--, stats_.tokens--) text_.pop_front(r.text);
     group.ended.push_back(r);
     stats_.ended_responses++;
   }
@@ -137,9 +140,12 @@ void DraftCache::stop(int64_t request) {
 CacheStats DraftCache::stats() const {
   CacheStats s = stats_;
   s.live_requests = int64_t(live_.size());
-  s.bytes = int64_t(forest_.bytes());
+  s.bytes = int64_t(text_.bytes());
   s.table_bytes = int64_t(estimator_.bytes());
-  s.nodes = forest_.num_nodes();
+  for (const ContextForest& forest : forest_) {
+    s.bytes += int64_t(forest.bytes());
+    s.nodes += forest.num_nodes();
+  }
   return s;
 }
 

@@ -1,5 +1,6 @@
 // Caches of what agents said, and drafts from them for a whole batch. Design: docs/drafting.md.
 #pragma once
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <deque>
@@ -135,13 +136,16 @@ class DraftCache {
     bool more;           // a further one may be judged
     float alive;         // survival of the last
     BlockState block;
-    Context context;
+    Token said[kMaxDepth + kMostDraft];  // the draft backwards, then the context before it, from `newest` on
+    int newest, held;
     Match match[kSources];
     // Only with counts: steps that a level's match is behind, and whether it may have grown by more than one in a step.
     uint8_t behind[kSources];
     bool leapt[kSources];
     int decides;         // level of the longest match
     int32_t found, agreeing, prefix;  // for Policy::kAgentSpec
+
+    Context context(int depth) const { return {said + newest, std::min(depth, held)}; }
   };
   struct Batch;
   void begin(Chain& c) const;
@@ -159,10 +163,12 @@ class DraftCache {
 
   struct Collector;
   uint32_t tree(const TreeKey& key);
+  void clear_index();
   void rebuild(const CacheImage& image, const std::vector<Response*>& ended, const std::vector<Live*>& live);
 
   CacheOptions options_;
-  ContextForest forest_;
+  TextStore text_;
+  std::array<ContextForest, kSources> forest_;  // a level each
   Estimator estimator_;
   std::unordered_map<int64_t, Live> live_;
   std::map<Scope, QueryGroup> queries_;

@@ -17,10 +17,10 @@ int64_t DraftCache::room_step() const { return std::clamp<int64_t>(options_.max_
 void DraftCache::erase(Response& r) {
   stats_.tokens -= r.text.length;
   stats_.ended_responses--;
-  for (Pos p = r.first; p != kNone; p = forest_.text().after(p))
-    for (int level = 1; level < kSources; level++)
-      if (forest_.holds(level, p)) forest_.remove(level, p);
-  forest_.text().clear(r.text);
+  for (ContextForest& forest : forest_)
+    for (Pos p = r.first; p != kNone; p = text_.after(p))
+      if (forest.holds(p)) forest.remove(p);
+  text_.clear(r.text);
   forget_prompt_end(r);
 }
 
@@ -74,21 +74,21 @@ void DraftCache::make_room(int64_t tokens) {
 
 void DraftCache::shorten(Live& r, int64_t tokens) {
   struct Moved {
-    int level;
+    ContextForest* forest;
     Pos pos;
     uint32_t root;
   };
   std::vector<Moved> moved;
   int64_t i = 0;
-  for (Pos p = r.text.begin; p != kNone && i < tokens + options_.max_depth; p = forest_.text().after(p), i++)
-    for (int level = 0; level < kSources; level++) {
-      if (!forest_.holds(level, p)) continue;
-      const uint32_t root = forest_.root_of(level, p);
-      forest_.remove(level, p);
-      if (i >= tokens) moved.push_back({level, p, root});
+  for (Pos p = r.text.begin; p != kNone && i < tokens + options_.max_depth; p = text_.after(p), i++)
+    for (ContextForest& forest : forest_) {
+      if (!forest.holds(p)) continue;
+      const uint32_t root = forest.root_of(p);
+      forest.remove(p);
+      if (i >= tokens) moved.push_back({&forest, p, root});
     }
-  for (int64_t k = 0; k < tokens; k++) forest_.text().pop_front(r.text);
-  for (const Moved& m : moved) forest_.insert(m.root, m.level, m.pos);
+  for (int64_t k = 0; k < tokens; k++) text_.pop_front(r.text);
+  for (const Moved& m : moved) m.forest->insert(m.root, m.pos);
   if (tokens >= r.prompt_held) forget_prompt_end(r);
   if (tokens > r.prompt_held && r.first != kNone) r.first = r.text.begin;
   r.prompt_held = std::max<int64_t>(0, r.prompt_held - tokens);

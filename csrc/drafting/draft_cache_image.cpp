@@ -30,24 +30,24 @@ struct DraftCache::Collector {
 
   // With the last `prompt` of its prompt's tokens.
   void add(const Response& r, int64_t prompt) {
-    const ContextForest& forest = cache.forest_;
+    const TextStore& text = cache.text_;
     const auto index = uint32_t(image.responses.size());
     const int64_t left_out = r.prompt_held - prompt;
     image.responses.push_back({uint32_t(r.text.length - left_out), uint32_t(prompt)});
     int64_t i = 0;
     uint32_t last_clock = 0;
     int32_t last_block = -1;
-    for (Pos p = r.text.length > 0 ? r.text.begin : kNone; p != kNone; p = forest.text().after(p), i++) {
-      if (i >= left_out) image.tokens.push_back(forest.text()[p]);
+    for (Pos p = r.text.length > 0 ? r.text.begin : kNone; p != kNone; p = text.after(p), i++) {
+      if (i >= left_out) image.tokens.push_back(text[p]);
       if (i < r.prompt_held) continue;
-      const uint32_t clock = forest.clock(p);
+      const uint32_t clock = text.clock(p);
       if (i > r.prompt_held && clock == last_clock + 1)
         runs.back().run.tokens++;
       else
         runs.push_back({clock, {index, 1}});
       last_clock = clock;
       if (!image.strict_isolation) continue;
-      const int32_t block = block_of.at(forest.root_of(1, p));
+      const int32_t block = block_of.at(cache.forest_[1].root_of(p));
       if (block == last_block)
         image.blocks.back().tokens++;
       else
@@ -92,11 +92,17 @@ CacheImage DraftCache::image() const {
 // ---- in ---------------------------------------------------------------------------------------------------------------
 uint32_t DraftCache::tree(const TreeKey& key) {
   auto [it, fresh] = trees_.try_emplace(key);
-  if (fresh) it->second.root = forest_.new_tree();
+  if (fresh) it->second.root = forest_[size_t(key[0])].new_tree();
   return it->second.root;
 }
 
-// Fills an empty forest; `trees_` holds the trees of live requests, whose roots are anew. The image's responses are those
+// The text and all trees go, their memory too.
+void DraftCache::clear_index() {
+  text_.clear();
+  for (ContextForest& forest : forest_) forest.clear();
+}
+
+// Fills an empty index; `trees_` holds the trees of live requests, whose roots are anew. The image's responses are those
 // of `ended`, then those of `live`, whose rollouts get their own trees back.
 void DraftCache::rebuild(const CacheImage& image, const std::vector<Response*>& ended, const std::vector<Live*>& live) {
   struct Growing {
@@ -114,17 +120,16 @@ void DraftCache::rebuild(const CacheImage& image, const std::vector<Response*>& 
 
   const auto push = [&](Growing& g, bool said) {
     Response& r = *g.response;
-    const Pos pos = forest_.text().push(r.text, *g.next++);
-    forest_.set_clock(pos, forest_.tick());
+    const Pos pos = text_.push(r.text, *g.next++);
     if (g.live != nullptr) g.live->last = pos;
-    if (g.live != nullptr && !strict) forest_.insert(r.roots[0], 0, pos);
+    if (g.live != nullptr && !strict) forest_[0].insert(r.roots[0], pos);
     if (!said) return;
     if (r.first == kNone) {
       r.first = pos;
       if (r.prompt_held > 0) prompt_ends(r.prompt_end = g.next[-2])++;
     }
     for (int level = 1; level < kSources; level++)
-      if (r.roots[level] != kNone) forest_.insert(r.roots[level], level, pos);
+      if (r.roots[level] != kNone) forest_[size_t(level)].insert(r.roots[level], pos);
   };
 
   std::fill(prompt_ends_.begin(), prompt_ends_.end(), 0);
@@ -137,7 +142,7 @@ void DraftCache::rebuild(const CacheImage& image, const std::vector<Response*>& 
     r.first = kNone;
     r.prompt_held = image.responses[i].prompt;
     r.prompt_end = -1;
-    r.roots[0] = g.live != nullptr ? forest_.new_tree() : kNone;
+    r.roots[0] = g.live != nullptr ? forest_[0].new_tree() : kNone;
     for (int level = 1; level < kSources; level++) r.roots[level] = strict ? kNone : tree(tree_key(level, r, 0));
     g.next = token;
     g.block = block;
@@ -191,7 +196,7 @@ std::string DraftCache::load(CacheImage image, bool* tables) {
     }
     rebuild(image, ended, {});
   } catch (...) {  // out of memory: empty again
-    forest_ = ContextForest(options_.max_depth, options_.strict_isolation);
+    clear_index();
     queries_.clear();
     by_age_.clear();
     trees_.clear();
@@ -224,8 +229,8 @@ void DraftCache::trim() {
     live.push_back(&r);
   }
   const CacheImage image = out.finish();
-  forest_ = ContextForest(options_.max_depth, options_.strict_isolation);  // the old one's memory is free from here on
-  for (auto& [key, tree] : trees_) tree.root = forest_.new_tree();
+  clear_index();
+  for (auto& [key, tree] : trees_) tree.root = forest_[size_t(key[0])].new_tree();
   for (Live* r : live) r->last = kNone;
   rebuild(image, ended, live);
 #ifdef __GLIBC__

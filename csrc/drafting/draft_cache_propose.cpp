@@ -1,6 +1,5 @@
 // Drafts for a batch: how a request's draft grows, and how the policies choose among the batch's positions.
 #include <algorithm>
-#include <cstring>
 
 #include "draft_cache.h"
 #include "parallel.h"
@@ -11,12 +10,6 @@ namespace {
 
 // The estimator tells few kinds of blocks apart: outside, and groups round robin.
 int block_kind(int block) { return block == 0 ? 0 : 1 + (block - 1) % (kBlockKinds - 1); }
-
-void shift_in(Context& c, Token t, int depth) {
-  c.length = std::min(depth, c.length + 1);
-  std::memmove(c.token + 1, c.token, size_t(c.length - 1) * sizeof(Token));
-  c.token[0] = t;
-}
 
 }  // namespace
 
@@ -32,13 +25,14 @@ struct DraftCache::Batch {
 void DraftCache::begin(Chain& c) const {
   const Live& r = *c.live;
   c.block = r.state;
-  c.context = forest_.context_at_end(r.last);
+  c.newest = kMostDraft;
+  c.held = text_.read_back(r.last, c.said + c.newest, options_.max_depth);
   for (int s = 0; s < kSources; s++) {
     c.match[s] = {kNone, 0};
     c.behind[s] = 0;
     c.leapt[s] = false;
     if (r.roots[s] != kNone && (options_.levels >> s & 1) && !(s == 0 && options_.strict_isolation))
-      c.match[s] = forest_.find(r.roots[s], c.context);
+      c.match[s] = forest_[size_t(s)].find(r.roots[s], c.context(options_.max_depth));
   }
 }
 
@@ -46,7 +40,8 @@ void DraftCache::begin(Chain& c) const {
 void DraftCache::follow(Chain& c, Token token) const {
   const Live& r = *c.live;
   if (r.structure != nullptr && !options_.counts_only) r.structure->feed(c.block, (*options_.token_bytes)[token]);
-  shift_in(c.context, token, options_.max_depth);
+  c.said[--c.newest] = token;
+  c.held++;
   const bool leap = prompt_ends_[uint32_t(token) % kEnds] > 0;
   for (int s = 0; s < kSources; s++) {
     if (c.match[s].at == kNone) continue;
@@ -55,17 +50,15 @@ void DraftCache::follow(Chain& c, Token token) const {
       c.leapt[s] |= leap && s > 0;
       continue;
     }
-    const Match next = forest_.advance(r.roots[s], s, c.match[s], token, c.context);
-    c.match[s] = next.length >= 0 ? next : forest_.find(r.roots[s], c.context);
+    c.match[s] = forest_[size_t(s)].advance(r.roots[s], c.match[s], token, c.context(options_.max_depth));
   }
 }
 
 void DraftCache::catch_up(Chain& c, int level) const {
   const uint32_t root = c.live->roots[level];
-  Match m{root, -1};
-  if (c.behind[level] == 1) m = forest_.advance(root, level, c.match[level], c.context.token[0], c.context);
-  if (m.length < 0) m = forest_.find(root, c.context);
-  c.match[level] = m;
+  const Context context = c.context(options_.max_depth);
+  c.match[level] = c.behind[level] == 1 ? forest_[size_t(level)].advance(root, c.match[level], context.token[0], context)
+                                        : forest_[size_t(level)].find(root, context);
   c.behind[level] = 0;
   c.leapt[level] = false;
 }
@@ -78,7 +71,7 @@ int DraftCache::longest(Chain& c) const {
       if (c.match[s].at == kNone || (c.behind[s] == 0) != exact) continue;
       const auto wins = [&](int n) { return n > length || (n == length && n > 0 && s < best); };
       if (!exact) {
-        if (!wins(std::min(c.context.length, c.leapt[s] ? kMaxDepth : c.match[s].length + c.behind[s]))) continue;
+        if (!wins(std::min(c.context(options_.max_depth).length, c.leapt[s] ? kMaxDepth : c.match[s].length + c.behind[s]))) continue;
         catch_up(c, s);
       }
       if (!wins(c.match[s].length)) continue;
@@ -92,30 +85,32 @@ int DraftCache::longest(Chain& c) const {
 bool DraftCache::judge_by_counts(Chain& c, Position& out) const {
   c.decides = longest(c);
   if (c.decides < 0) return false;
+  const ContextForest& forest = forest_[size_t(c.decides)];
   const Ref at = c.match[c.decides].at;
   Continuation top;
-  forest_.continuations(at, &top, 1);
+  forest.continuations(at, &top, 1);
   out.best.token = top.token;
-  out.best.p = float(top.count) / float(forest_.count(at));
+  out.best.p = float(top.count) / float(forest.count(at));
   return true;
 }
 
 void DraftCache::gather(const Chain& c, EvidenceTable& evidence) const {
   for (int s = 0; s < kSources; s++) {
+    const ContextForest& forest = forest_[size_t(s)];
     Ref at = c.match[s].at;
     int order = c.match[s].length;
     for (int k = 0; k < kRanks; k++) {
       Evidence& e = evidence[s][k];
       e.present = order > 0;
       if (order == 0) continue;
-      e.count = forest_.count(at);
+      e.count = forest.count(at);
       e.order = order;
-      e.last = forest_.newest_token(at);
-      const uint32_t num = forest_.continuations(at, e.top, 4);
+      e.last = forest.newest_token(at);
+      const uint32_t num = forest.continuations(at, e.top, 4);
       e.num = int(std::min<uint32_t>(num, 4));
       e.deterministic = num == 1;
-      at = forest_.parent(at);
-      order = at == c.live->roots[s] ? 0 : forest_.depth(at);
+      at = forest.parent(at);
+      order = at == c.live->roots[s] ? 0 : forest.depth(at);
     }
   }
 }
@@ -134,8 +129,8 @@ bool DraftCache::judge(Chain& c, Position& out) const {
 void DraftCache::note_agreement(Chain& c, Token token) const {
   const int s = options_.counts_only ? c.decides : longest(c);
   if (s < 0) return;
-  const auto found = int32_t(forest_.count(c.match[s].at));
-  const auto agreeing = int32_t(forest_.count_of(c.match[s].at, token));
+  const auto found = int32_t(forest_[size_t(s)].count(c.match[s].at));
+  const auto agreeing = int32_t(forest_[size_t(s)].count_of(c.match[s].at, token));
   if (c.judged == 0) {
     c.found = found;
     c.agreeing = agreeing;

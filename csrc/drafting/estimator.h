@@ -11,8 +11,6 @@
 
 namespace speceyes::drafting {
 
-static_assert(kSources == ContextForest::kLevels);
-
 // One source's view of a context.
 struct Evidence {
   bool present = false;

@@ -1,8 +1,13 @@
-// Token sequences in pages of 64, so that a position is one 32-bit number and freed memory is reused.
+// Token sequences in pages, so that a position is one 32-bit number and freed memory is reused, with the clock of every
+// append.
 #pragma once
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 #include <vector>
+
+#include "pod_array.h"
 
 namespace speceyes::drafting {
 
@@ -12,34 +17,41 @@ constexpr uint32_t kNone = ~0u;
 
 class TextStore {
  public:
-  static constexpr uint32_t kPage = 64;
-  static constexpr Token kGone = -1;  // a popped token; valid tokens are >= 0
+  static constexpr uint32_t kPage = 32;
+  static constexpr Token kGone = -1;  // no token here: popped, or not yet pushed; tokens are >= 0
 
   struct Sequence {
-    uint32_t first_page = kNone, last_page = kNone;
-    Pos begin = kNone;    // oldest token still held
-    uint32_t length = 0;  // tokens held
+    Pos begin = kNone, last = kNone;  // oldest and newest token held
+    uint32_t length = 0;
   };
+
+  // The clock stays below `clock_end`: it is renumbered when it gets there.
+  explicit TextStore(uint32_t clock_end = kNone) : clock_end_(clock_end) {}
 
   // Appends one token; returns its position.
   Pos push(Sequence& s, Token token) {
-    if (s.length == 0 && s.last_page == kNone) {
-      s.first_page = s.last_page = take_page(kNone);
-      s.begin = s.first_page * kPage;
-      page_[s.last_page].used = 0;
-    } else if (page_[s.last_page].used == kPage) {
-      const uint32_t next = take_page(s.last_page);
-      page_[s.last_page].next = next;
-      s.last_page = next;
+    Pos pos;
+    if (s.length == 0) {
+      pos = s.begin = take_page(kNone) * kPage;
+    } else if ((s.last + 1) % kPage != 0) {
+      pos = s.last + 1;
+    } else {
+      const uint32_t page = take_page(s.last / kPage);
+      page_[s.last / kPage].next = page;
+      pos = page * kPage;
     }
-    const Pos pos = s.last_page * kPage + page_[s.last_page].used++;
-    if (s.length == 0) s.begin = pos;
+    if (clock_ + 1 >= clock_end_) renumber();
     token_[pos] = token;
+    clock_at_[pos] = ++clock_;
+    s.last = pos;
     s.length++;
     return pos;
   }
 
   Token operator[](Pos pos) const { return token_[pos]; }
+  void prefetch(Pos pos) const { __builtin_prefetch(token_.data() + pos); }
+  // When a position was appended: later ones have larger clocks.
+  uint32_t clock(Pos pos) const { return clock_at_[pos]; }
 
   // The position before / after `pos` in its sequence, kNone at the edge of what is held.
   Pos before(Pos pos) const {
@@ -47,46 +59,62 @@ class TextStore {
     const uint32_t previous = page_[pos / kPage].previous;
     return previous == kNone ? kNone : previous * kPage + kPage - 1;
   }
-  // `n` <= kPage positions before, kNone when that is not held.
+  Pos after(Pos pos) const {
+    if ((pos + 1) % kPage != 0) return token_[pos + 1] == kGone ? kNone : pos + 1;
+    const uint32_t next = page_[pos / kPage].next;
+    return next == kNone ? kNone : next * kPage;
+  }
+  // `n` positions before, kNone when that is not held.
   Pos back(Pos pos, uint32_t n) const {
-    const uint32_t offset = pos % kPage;
-    Pos far;
-    if (n <= offset) {
-      far = pos - n;
-    } else {
+    for (uint32_t offset = pos % kPage; n > offset; offset = kPage - 1) {
       const uint32_t previous = page_[pos / kPage].previous;
       if (previous == kNone) return kNone;
-      far = previous * kPage + kPage + offset - n;
+      n -= offset + 1;
+      pos = previous * kPage + kPage - 1;
     }
-    return token_[far] == kGone ? kNone : far;
+    return token_[pos - n] == kGone ? kNone : pos - n;
   }
-  Pos after(Pos pos) const {
-    const Page& page = page_[pos / kPage];
-    if (pos % kPage + 1 < page.used) return pos + 1;
-    return page.next == kNone ? kNone : page.next * kPage;
+  // How many of `n` tokens equal those from `pos` backwards; `pos` may be kNone.
+  int agree(Pos pos, const Token* tokens, int n) const {
+    int i = 0;
+    while (i < n && pos != kNone) {
+      const int in_page = std::min<int>(n - i, int(pos % kPage) + 1);
+      const Token* held = token_.data() + pos;
+      int j = 0;
+      while (j < in_page && held[-j] == tokens[i + j]) j++;
+      i += j;
+      if (j < in_page) break;
+      const uint32_t previous = page_[pos / kPage].previous;
+      pos = previous == kNone ? kNone : previous * kPage + kPage - 1;
+    }
+    return i;
+  }
+  // The tokens from `pos` backwards, `most` at most; returns how many. `pos` may be kNone.
+  int read_back(Pos pos, Token* out, int most) const {
+    int n = 0;
+    for (; pos != kNone && n < most; pos = before(pos)) out[n++] = token_[pos];
+    return n;
   }
 
   // Drops the oldest token; what stood before a position then ends there.
   void pop_front(Sequence& s) {
-    const Pos gone = s.begin;
+    const Pos gone = s.begin, next = after(gone);
     token_[gone] = kGone;
     s.length--;
-    const uint32_t page = gone / kPage;
     if (s.length == 0) {
-      free_page(page);
+      free_page(gone / kPage);
       s = Sequence{};
       return;
     }
-    s.begin = after(gone);
-    if (s.begin / kPage != page) {
-      s.first_page = s.begin / kPage;
-      page_[s.first_page].previous = kNone;
-      free_page(page);
+    s.begin = next;
+    if (next / kPage != gone / kPage) {
+      page_[next / kPage].previous = kNone;
+      free_page(gone / kPage);
     }
   }
 
   void clear(Sequence& s) {
-    for (uint32_t page = s.first_page; page != kNone;) {
+    for (uint32_t page = s.length == 0 ? kNone : s.begin / kPage; page != kNone;) {
       const uint32_t next = page_[page].next;
       free_page(page);
       page = next;
@@ -94,34 +122,60 @@ class TextStore {
     s = Sequence{};
   }
 
-  size_t bytes() const { return token_.capacity() * sizeof(Token) + page_.capacity() * sizeof(Page); }
+  // Everything goes, its memory too.
+  void clear() {
+    token_.clear();
+    clock_at_.clear();
+    page_.clear();
+    free_ = kNone;
+    clock_ = 0;
+  }
+
+  size_t bytes() const { return token_.bytes() + clock_at_.bytes() + page_.bytes(); }
   size_t positions() const { return token_.size(); }
+  uint32_t pages() const { return uint32_t(page_.size()); }
 
  private:
   struct Page {
-    uint32_t previous, next, used;
+    uint32_t previous, next;
   };
 
   uint32_t take_page(uint32_t previous) {
     uint32_t page = free_;
     if (page != kNone) {
       free_ = page_[page].next;
+      std::fill_n(token_.data() + size_t(page) * kPage, kPage, kGone);
     } else {
       page = uint32_t(page_.size());
       page_.push_back({});
-      token_.resize(token_.size() + kPage);
+      token_.resize(token_.size() + kPage, kGone);
+      clock_at_.resize(clock_at_.size() + kPage, 0);
     }
-    page_[page] = {previous, kNone, 0};
+    page_[page] = {previous, kNone};
     return page;
   }
   void free_page(uint32_t page) {
-    page_[page] = {kNone, free_, 0};
+    page_[page] = {kNone, free_};
     free_ = page;
   }
 
-  std::vector<Token> token_;
-  std::vector<Page> page_;
+  // Clocks count on from the number of tokens held, in the same order.
+  void renumber() {
+    std::vector<bool> is_free(page_.size());
+    for (uint32_t page = free_; page != kNone; page = page_[page].next) is_free[page] = true;
+    std::vector<std::pair<uint32_t, Pos>> order;
+    for (Pos pos = 0; pos < token_.size(); pos++)
+      if (token_[pos] != kGone && !is_free[pos / kPage]) order.emplace_back(clock_at_[pos], pos);
+    std::sort(order.begin(), order.end());
+    clock_ = 0;
+    for (const auto& [clock, pos] : order) clock_at_[pos] = ++clock_;
+  }
+
+  PodArray<Token> token_;
+  PodArray<uint32_t> clock_at_;
+  PodArray<Page> page_;
   uint32_t free_ = kNone;
+  uint32_t clock_ = 0, clock_end_;
 };
 
 }  // namespace speceyes::drafting
