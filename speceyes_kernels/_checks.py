@@ -7,6 +7,7 @@ import numbers
 import operator
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,6 +28,20 @@ def describe(x: object) -> str:
 def check_dense(tensor: Tensor, name: str) -> None:
     if tensor.layout is not torch.strided or tensor.is_nested:
         raise TypeError(f"{name}: expected a dense tensor, got layout {tensor.layout}; call .to_dense()")
+
+
+def as_array(value: object, name: str) -> np.ndarray:
+    """A numpy array of a tensor's values (copied to the CPU; bfloat16 as float32), an array's or nested lists'."""
+    if isinstance(value, Tensor):
+        check_dense(value, name)
+        if value.is_meta:
+            raise ValueError(f"{name}: expected a tensor with values, got {describe(value)}")
+        value = value.detach().cpu()
+        return (value.float() if value.dtype is torch.bfloat16 else value).numpy()
+    try:
+        return np.asarray(value)
+    except ValueError as error:
+        raise ValueError(f"{name}: expected an array or lists of one length, got {describe(value)} ({error})") from None
 
 
 def check_logits(logits: Tensor, name: str = "logits") -> None:

@@ -136,11 +136,9 @@ class CostModel:
 
 def _array(value: Any, name: str, dtype: type, shape: tuple[int | None, ...]) -> np.ndarray:
     """A C-contiguous array of ``dtype`` from a numpy array, a CPU tensor or nested lists of numbers."""
-    if isinstance(value, torch.Tensor):
-        if not value.is_cpu:
-            raise ValueError(f"{name}: expected a tensor on cpu, got {_checks.describe(value)}; call .cpu() first")
-        value = value.detach().numpy()
-    array = np.asarray(value)
+    if isinstance(value, torch.Tensor) and not value.is_cpu:
+        raise ValueError(f"{name}: expected a tensor on cpu, got {_checks.describe(value)}; call .cpu() first")
+    array = _checks.as_array(value, name)
     wanted = "floats" if dtype is np.float32 else "integers"
     kinds = "fiu" if dtype is np.float32 else "iu"
     if array.dtype.kind not in kinds and array.size:

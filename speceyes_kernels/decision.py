@@ -20,20 +20,28 @@ def confidence(score: Tensor | float, alpha: float = 0.6, *, pool: Pool = "min")
     """
     _check_alpha(alpha)
     (pool_id,) = _checks.check_pools((pool,))
+    if isinstance(score, Tensor):
+        _checks.check_dense(score, "score")
     if pool_id in (POOL_IDS["log"], POOL_IDS["min_logprob"]):
         exact = pool_id == POOL_IDS["log"]
         if isinstance(score, Tensor):
             known = torch.where(score > -math.inf, score, 0.0 if exact else -math.inf)  # NaN compares false
             return known if exact else known.exp()
+        score = _as_score(score)
         if not score > -math.inf:
             return 0.0
         return float(score) if exact else math.exp(score)
     if isinstance(score, Tensor):
         return torch.sigmoid(alpha * score.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf))
+    score = _as_score(score)
     if math.isnan(score):
         return 0.0
     z = alpha * score
     return 1.0 / (1.0 + math.exp(-z)) if z >= 0 else math.exp(z) / (1.0 + math.exp(z))
+
+
+def _as_score(score: object) -> float:
+    return _checks.as_number(score, "score", "a number or a tensor")
 
 
 def _check_alpha(alpha: float) -> None:
@@ -84,9 +92,10 @@ def accept(
     elif pool_id == POOL_IDS["min_logprob"]:
         threshold = math.log(tau) if tau > 0 else -math.inf
     if isinstance(score, Tensor):
+        _checks.check_dense(score, "score")
         score = score.double()  # the threshold is a float64: a float32 score is not rounded towards it
         return (score > threshold if strict else score >= threshold) & (score > -math.inf)
-    score = _checks.as_number(score, "score", "a number or a tensor")
+    score = _as_score(score)
     return bool((score > threshold if strict else score >= threshold) and score > -math.inf)
 
 
@@ -98,6 +107,7 @@ def convert_threshold(score: float, k: int = 64, *, to: Form = "include_top1") -
     ``sqrt(k - 1)``: from there on the converted threshold is +inf.
     """
     _checks.check_k(k)
+    score = _checks.as_number(score, "score", "a number")
     if math.isnan(score):
         raise ValueError("score: expected a number, got NaN")
     if to == "include_top1":

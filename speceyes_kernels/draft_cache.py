@@ -363,7 +363,7 @@ class DraftCache:
 
 
 def _tokens(values: Sequence[int] | np.ndarray | Tensor, name: str) -> Tensor:
-    array = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
+    array = _checks.as_array(values, name)
     if array.size == 0:
         return torch.zeros(0, dtype=torch.int32)
     if array.ndim != 1 or array.dtype.kind not in "iu":

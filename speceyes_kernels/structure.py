@@ -86,6 +86,8 @@ class TokenBytes:
     """
 
     def __init__(self, token_bytes: Sequence[bytes]) -> None:
+        if not isinstance(token_bytes, Sequence) or isinstance(token_bytes, str | bytes):
+            raise TypeError(f"token_bytes: expected a list of bytes, one a token, got {_checks.describe(token_bytes)}")
         for t, entry in enumerate(token_bytes):
             if not isinstance(entry, bytes):
                 raise TypeError(f"token_bytes: expected bytes for every token, got {_checks.describe(entry)} at {t}")
@@ -112,9 +114,7 @@ def _bytes_tensor(data: bytes) -> torch.Tensor:
 
 
 def _tokens_tensor(tokens: Any) -> torch.Tensor:
-    if isinstance(tokens, torch.Tensor):
-        tokens = tokens.detach().cpu().numpy()
-    array = np.asarray(tokens)
+    array = _checks.as_array(tokens, "tokens")
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise TypeError(f"tokens: expected a 1-D array of ints, got {array.dtype} of shape {array.shape}")
     if array.size and (array.min() < -(2**31) or array.max() >= 2**31):

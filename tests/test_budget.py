@@ -178,6 +178,9 @@ def test_agentspec_by_hand():
         ({"survival": [[0.5], [math.nan]], "lengths": [1, 1]}, ValueError, "got nan after 1.0 in row 1 at position 0"),
         ({"survival": [[-0.5, -0.5]]}, ValueError, "got -0.5"),
         ({"survival": [0.5]}, ValueError, r"expected an array of shape \(any, any\), got \(1,\)"),
+        ({"survival": torch.tensor([[0.5, 0.1]]).to_sparse()}, TypeError, "survival: expected a dense tensor"),
+        ({"survival": [[0.5, 0.1], [0.2]]}, ValueError, "survival: expected an array or lists of one length"),
+        ({"lengths": torch.tensor([2], device="meta")}, ValueError, "lengths: expected a tensor on cpu"),
         ({"survival": [["a"]]}, TypeError, "survival: expected floats"),
         ({"lengths": [3]}, ValueError, "lengths: expected at most 2 .* got 3 in row 0"),
         ({"lengths": [-1]}, ValueError, "lengths: expected values in 0"),
@@ -204,6 +207,11 @@ def test_bad_input(args, error, message):
         good |= {"found": [1], "agreeing": [1], "prefix_lengths": [1]}
     with pytest.raises(error, match=message):
         allocate_budget(**(good | args))
+
+
+def test_bfloat16_survival_is_taken():
+    chance = torch.tensor([[0.5, 0.25], [0.75, 0.5]])
+    assert allocate_budget(chance.bfloat16()).tolist() == allocate_budget(chance).tolist()
 
 
 def test_direct_op_callers_are_guarded():

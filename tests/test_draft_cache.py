@@ -170,6 +170,7 @@ def test_learned_survival_is_calibrated():
         (lambda c: c.start("b", [1.5]), TypeError, "prompt_ids: expected a 1-D list of token ids"),
         (lambda c: c.start("b", [1 << 31]), ValueError, r"prompt_ids: expected token ids below 2\*\*31"),
         (lambda c: c.extend(["x"], [[1]]), ValueError, "request_ids: expected running requests, got 'x'"),
+        (lambda c: c.extend(["a"], [torch.tensor([1]).to_sparse()]), TypeError, "expected a dense tensor"),
         (lambda c: c.extend(["a"], []), ValueError, "tokens: expected 1 arrays"),
         (lambda c: c.extend(["a"], [1, 2], [0, 3]), (ValueError, RuntimeError), "offsets: expected to rise"),
         (lambda c: c.propose(["a", "a"]), (ValueError, RuntimeError), "expected each request once"),

@@ -67,6 +67,11 @@ CU = torch.tensor([0, 3])
         (lambda: sk.answer_separability(LOGITS, CU, bottom_share="x"), TypeError, r"bottom_share: expected a number"),
         (lambda: sk.score_for_confidence("x"), TypeError, r"tau: expected a confidence in \[0, 1\], got str"),
         (lambda: sk.accept([1.0], 0.5), TypeError, r"score: expected a number or a tensor, got list"),
+        (lambda: sk.accept(LOGITS.to_sparse(), 0.5), TypeError, r"score: expected a dense tensor"),
+        (lambda: sk.confidence(None), TypeError, r"score: expected a number or a tensor, got NoneType"),
+        (lambda: sk.confidence("1", pool="log"), TypeError, r"score: expected a number or a tensor, got str"),
+        (lambda: sk.confidence(LOGITS.to_sparse(), pool="log"), TypeError, r"score: expected a dense tensor"),
+        (lambda: sk.convert_threshold(None), TypeError, r"score: expected a number, got NoneType"),
         (lambda: sk.SeparabilityPool(1, max_tokens=1, valid_vocab=-3), ValueError, r"valid_vocab: expected None or an"),
         (
             lambda: sk.token_separability(LOGITS, min_competitors=0),

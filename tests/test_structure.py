@@ -304,6 +304,13 @@ def test_bad_arguments():
         Structure([[("a", "b")]], max_nesting=17)
     with pytest.raises(TypeError, match="expected bytes for every token, got str 'x' at 1"):
         TokenBytes([b"", "x"])
+    for wrong in (None, 5, b"ab", "ab"):
+        with pytest.raises(TypeError, match="token_bytes: expected a list of bytes"):
+            TokenBytes(wrong)
+    with pytest.raises(TypeError, match="tokens: expected a dense tensor"):
+        StructureTracker(PAPER, [b"a"]).feed(torch.tensor([0]).to_sparse())
+    with pytest.raises(ValueError, match="tokens: expected a tensor with values"):
+        StructureTracker(PAPER, [b"a"]).feed(torch.tensor([0], device="meta"))
     with pytest.raises(ValueError, match="made without"):
         StructureTracker(PAPER).feed([0])
     with pytest.raises(TypeError, match="1-D array of ints"):
