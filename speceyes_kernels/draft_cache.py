@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import operator
 import os
 import warnings
 import weakref
@@ -45,7 +44,7 @@ class Drafts(NamedTuple):
 
 def _scope(*names: Hashable) -> int:
     """The native side's number of an agent or query: a 63-bit hash, so that names cost no memory when they are gone."""
-    plain = [operator.index(n) if hasattr(n, "__index__") else n for n in names]  # numpy's ints are ints
+    plain = [n.__index__() if hasattr(n, "__index__") else n for n in names]  # numpy's ints are ints
     digest = hashlib.blake2b(repr(plain).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -215,9 +214,9 @@ class DraftCache:
             parts = list(tokens)
             if len(parts) != len(numbers):
                 raise ValueError(f"tokens: expected {len(numbers)} arrays, one a request, got {len(parts)}")
-            flat, bounds = _joined(parts), np.zeros(len(parts) + 1, np.int64)
-            np.cumsum(np.fromiter(map(len, parts), np.int64, len(parts)), out=bounds[1:])
-            bounds = torch.from_numpy(bounds)
+            flat, ends = _joined(parts), np.zeros(len(parts) + 1, np.int64)
+            np.cumsum(np.fromiter(map(len, parts), np.int64, len(parts)), out=ends[1:])
+            bounds = torch.from_numpy(ends)
         else:
             flat = _tokens(tokens, "tokens")  # type: ignore[arg-type]
             bounds = torch.as_tensor(offsets).to(torch.int64).contiguous()

@@ -4,8 +4,9 @@ counted, evicted and drafted. The learned estimator is not specified here (see `
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from .structure_reference import Spec, open_groups, parse_structure
 
@@ -107,7 +108,7 @@ class ReferenceDraftCache:
             longest = max(candidates, key=lambda s: (len(s.tokens), -s.order))
             self._cut(longest, min(self.tokens + n - self.max_tokens, len(longest.tokens)))
 
-    def _occurrences(self, context: list[int], member) -> list[tuple[int, int]]:
+    def _occurrences(self, context: list[int], member: Callable[[Any, int], bool]) -> list[tuple[int, int]]:
         """(next token, clock) of the positions whose context ends with ``context``, among those ``member`` admits."""
         found = []
         for s in [*self.live.values(), *self.ended]:

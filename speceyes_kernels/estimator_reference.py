@@ -35,7 +35,7 @@ def _bits(x: np.float32) -> int:
 
 
 def _float(bits: int) -> np.float32:
-    return np.asarray(bits & 0xFFFFFFFF, np.uint32).view(np.float32)[()]
+    return np.float32(np.asarray(bits & 0xFFFFFFFF, np.uint32).view(np.float32))
 
 
 def _limit(x: np.float32, low: np.float32, high: np.float32) -> np.float32:

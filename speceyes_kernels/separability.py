@@ -36,7 +36,7 @@ class TopkStats(NamedTuple):
     mean: Tensor
     std: Tensor
     lse: Tensor
-    count: Tensor
+    count: Tensor  # type: ignore[assignment]  # the field hides tuple.count
 
 
 STATS_DTYPES = (torch.float32, torch.int64, torch.float32, torch.float32, torch.float32, torch.int32)

@@ -27,7 +27,7 @@ class RowTable(NamedTuple):
     mean: Tensor
     std: Tensor
     lse: Tensor
-    count: Tensor
+    count: Tensor  # type: ignore[assignment]  # the field hides tuple.count
     score: Tensor
     logp: Tensor
     values: Tensor
@@ -130,26 +130,51 @@ def _record(score: float, logp: float) -> tuple[float, float]:
 
 
 # ---- the ops ----------------------------------------------------------------------------------------------------------
-def topk_stats(logits, k, valid_vocab, top1, argmax, mean, std, lse, count):
+def topk_stats(
+    logits: Tensor,
+    k: int,
+    valid_vocab: int,
+    top1: Tensor,
+    argmax: Tensor,
+    mean: Tensor,
+    std: Tensor,
+    lse: Tensor,
+    count: Tensor,
+) -> None:
     t = row_table(logits, k, valid_vocab)
     for out, value in zip((top1, argmax, mean, std, lse, count), t[:6], strict=True):
         out.copy_(value)
 
 
-def token_separability(logits, k, valid_vocab, include_top1, eps, min_competitors, out):
+def token_separability(
+    logits: Tensor, k: int, valid_vocab: int, include_top1: bool, eps: float, min_competitors: int, out: Tensor
+) -> None:
     out.copy_(row_table(logits, k, valid_vocab, include_top1, eps, min_competitors).score)
 
 
-def _write_records(logits, k, valid_vocab, include_top1, eps, min_competitors, records):
+def _write_records(
+    logits: Tensor, k: int, valid_vocab: int, include_top1: bool, eps: float, min_competitors: int, records: Tensor
+) -> None:
     t = row_table(logits, k, valid_vocab, include_top1, eps, min_competitors)
     records[:, 0] = t.score
     records[:, 1] = t.logp
 
 
 def answer_separability(
-    logits, cu_seqlens, token_mask, k, valid_vocab, include_top1, eps, min_competitors, pools, bottom_share, bottom_ceil,
-    records, out,
-):  # fmt: skip
+    logits: Tensor,
+    cu_seqlens: Tensor,
+    token_mask: Tensor | None,
+    k: int,
+    valid_vocab: int,
+    include_top1: bool,
+    eps: float,
+    min_competitors: int,
+    pools: list[int],
+    bottom_share: float,
+    bottom_ceil: bool,
+    records: Tensor,
+    out: Tensor,
+) -> None:
     _write_records(logits, k, valid_vocab, include_top1, eps, min_competitors, records)
     rows = [_record(*r) for r in records.tolist()]
     keep = [True] * len(rows) if token_mask is None else token_mask.tolist()
@@ -160,7 +185,16 @@ def answer_separability(
             out[p, a] = pool_value(pool, [s for s, _ in mine], [lp for _, lp in mine], bottom_share, bottom_ceil)
 
 
-def pool_update_scores(token_scores, token_logps, slots, accepted, sums, mins, counts, scores):
+def pool_update_scores(
+    token_scores: Tensor,
+    token_logps: Tensor | None,
+    slots: Tensor,
+    accepted: Tensor | None,
+    sums: Tensor,
+    mins: Tensor,
+    counts: Tensor,
+    scores: Tensor,
+) -> None:
     keep = [True] * len(token_scores) if accepted is None else accepted.tolist()
     logps = [0.0] * len(token_scores) if token_logps is None else token_logps.tolist()
     for score, logp, slot, use in zip(token_scores.tolist(), logps, slots.tolist(), keep, strict=True):
@@ -181,13 +215,35 @@ def pool_update_scores(token_scores, token_logps, slots, accepted, sums, mins, c
 
 
 def pool_update(
-    logits, slots, accepted, k, valid_vocab, include_top1, eps, min_competitors, sums, mins, counts, scores, records
-):
+    logits: Tensor,
+    slots: Tensor,
+    accepted: Tensor | None,
+    k: int,
+    valid_vocab: int,
+    include_top1: bool,
+    eps: float,
+    min_competitors: int,
+    sums: Tensor,
+    mins: Tensor,
+    counts: Tensor,
+    scores: Tensor,
+    records: Tensor,
+) -> None:
     _write_records(logits, k, valid_vocab, include_top1, eps, min_competitors, records)
     pool_update_scores(records[:, 0], records[:, 1], slots, accepted, sums, mins, counts, scores)
 
 
-def pool_read(sums, mins, counts, scores, slots, pools, bottom_share, bottom_ceil, out):
+def pool_read(
+    sums: Tensor,
+    mins: Tensor,
+    counts: Tensor,
+    scores: Tensor,
+    slots: Tensor | None,
+    pools: list[int],
+    bottom_share: float,
+    bottom_ceil: bool,
+    out: Tensor,
+) -> None:
     for column, slot in enumerate(range(len(sums)) if slots is None else slots.tolist()):
         if not 0 <= slot < len(sums):
             out[:, column] = -_INF
@@ -213,7 +269,9 @@ def pool_read(sums, mins, counts, scores, slots, pools, bottom_share, bottom_cei
             out[p, column] = value
 
 
-def partial_topk(logits, k, valid_vocab, offset, values, argmax, lse):
+def partial_topk(
+    logits: Tensor, k: int, valid_vocab: int, offset: int, values: Tensor, argmax: Tensor, lse: Tensor
+) -> None:
     t = row_table(logits, k, valid_vocab)
     values.copy_(t.values)
     argmax.copy_(torch.where(t.argmax < 0, t.argmax, t.argmax + offset))
@@ -221,8 +279,20 @@ def partial_topk(logits, k, valid_vocab, offset, values, argmax, lse):
 
 
 def merge_partials(
-    values, argmaxes, lses, include_top1, eps, min_competitors, top1, argmax, mean, std, lse, count, scores
-):
+    values: Tensor,
+    argmaxes: Tensor,
+    lses: Tensor,
+    include_top1: bool,
+    eps: float,
+    min_competitors: int,
+    top1: Tensor,
+    argmax: Tensor,
+    mean: Tensor,
+    std: Tensor,
+    lse: Tensor,
+    count: Tensor,
+    scores: Tensor,
+) -> None:
     shards, n, k = values.shape
     union = values.permute(1, 0, 2).reshape(n, shards * k)
     t = row_table(union, k, None, include_top1, eps, min_competitors)

@@ -7,9 +7,12 @@ kernels run in Triton's interpreter on CPU tensors (slowly: for tests).
 
 from __future__ import annotations
 
+import contextlib
 import math
 import struct
 from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +22,7 @@ from ._schemas import POOL_IDS, SEPARABILITY_SCHEMAS
 _MIN_TRITON = (3, 6)  # what torch 2.10 comes with
 
 
-def _import_triton():
+def _import_triton() -> ModuleType:
     try:
         import triton
     except ImportError as error:
@@ -55,12 +58,12 @@ _INTERPRETED = not isinstance(_rows.stream_kernel, triton.runtime.JITFunction)
 
 
 # ---- launching -------------------------------------------------------------------------------------------------------
-def _launch(kernel, grid: int, args: tuple, warps: int, constants: dict) -> None:
+def _launch(kernel: Any, grid: int, args: tuple, warps: int, constants: dict) -> None:
     # Fusing a * b + c would make the bits of the sums depend on the compiler's choices; the default differs by version.
     kernel[(grid,)](*args, num_warps=warps, num_stages=1, enable_fp_fusion=False, **constants)
 
 
-def _on_device(tensor: Tensor):
+def _on_device(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
     """Triton launches on the current device: make it the tensor's."""
     if tensor.device.type == "cuda":
         return torch.cuda.device(tensor.device)
@@ -142,8 +145,23 @@ def _bytes(mask: Tensor | None) -> Tensor | None:
     return None if mask is None else mask.contiguous().view(torch.uint8)
 
 
-def _select(logits, k, vocab, offset, include_top1, eps, min_competitors, top1, argmax, mean, std, lse, count, score,
-            values) -> None:  # fmt: skip
+def _select(
+    logits: Tensor,
+    k: int,
+    vocab: int,
+    offset: int,
+    include_top1: bool,
+    eps: float,
+    min_competitors: int,
+    top1: Tensor | None,
+    argmax: Tensor | None,
+    mean: Tensor | None,
+    std: Tensor | None,
+    lse: Tensor | None,
+    count: Tensor | None,
+    score: Tensor | None,
+    values: Tensor | None,
+) -> None:
     if not logits.shape[0]:
         return
     with _on_device(logits):
@@ -156,24 +174,49 @@ def _select(logits, k, vocab, offset, include_top1, eps, min_competitors, top1, 
 
 
 # ---- the ops ---------------------------------------------------------------------------------------------------------
-def topk_stats(logits, k, valid_vocab, top1, argmax, mean, std, lse, count):
+def topk_stats(
+    logits: Tensor,
+    k: int,
+    valid_vocab: int,
+    top1: Tensor,
+    argmax: Tensor,
+    mean: Tensor,
+    std: Tensor,
+    lse: Tensor,
+    count: Tensor,
+) -> None:
     _select(logits, k, valid_vocab, 0, False, 1e-6, 1, top1, argmax, mean, std, lse, count, None, None)
 
 
-def token_separability(logits, k, valid_vocab, include_top1, eps, min_competitors, out):
+def token_separability(
+    logits: Tensor, k: int, valid_vocab: int, include_top1: bool, eps: float, min_competitors: int, out: Tensor
+) -> None:
     _select(
         logits, k, valid_vocab, 0, include_top1, eps, min_competitors, None, None, None, None, None, None, out, None
     )
 
 
-def partial_topk(logits, k, valid_vocab, offset, values, argmax, lse):
+def partial_topk(
+    logits: Tensor, k: int, valid_vocab: int, offset: int, values: Tensor, argmax: Tensor, lse: Tensor
+) -> None:
     _select(logits, k, valid_vocab, offset, False, 1e-6, 1, None, argmax, None, None, lse, None, None, values)
 
 
 def answer_separability(
-    logits, cu_seqlens, token_mask, k, valid_vocab, include_top1, eps, min_competitors, pools, bottom_share,
-    bottom_ceil, records, out,
-):  # fmt: skip
+    logits: Tensor,
+    cu_seqlens: Tensor,
+    token_mask: Tensor | None,
+    k: int,
+    valid_vocab: int,
+    include_top1: bool,
+    eps: float,
+    min_competitors: int,
+    pools: list[int],
+    bottom_share: float,
+    bottom_ceil: bool,
+    records: Tensor,
+    out: Tensor,
+) -> None:
     rows, answers = logits.shape[0], cu_seqlens.shape[0] - 1
     if not rows:
         out.fill_(-math.inf)
@@ -190,8 +233,20 @@ def answer_separability(
 
 
 def pool_update(
-    logits, slots, accepted, k, valid_vocab, include_top1, eps, min_competitors, sums, mins, counts, scores, records
-):
+    logits: Tensor,
+    slots: Tensor,
+    accepted: Tensor | None,
+    k: int,
+    valid_vocab: int,
+    include_top1: bool,
+    eps: float,
+    min_competitors: int,
+    sums: Tensor,
+    mins: Tensor,
+    counts: Tensor,
+    scores: Tensor,
+    records: Tensor,
+) -> None:
     rows = logits.shape[0]
     if not rows:
         return
@@ -205,7 +260,16 @@ def pool_update(
         )  # fmt: skip
 
 
-def pool_update_scores(token_scores, token_logps, slots, accepted, sums, mins, counts, scores):
+def pool_update_scores(
+    token_scores: Tensor,
+    token_logps: Tensor | None,
+    slots: Tensor,
+    accepted: Tensor | None,
+    sums: Tensor,
+    mins: Tensor,
+    counts: Tensor,
+    scores: Tensor,
+) -> None:
     rows = token_scores.shape[0]
     if not rows:
         return
@@ -218,7 +282,17 @@ def pool_update_scores(token_scores, token_logps, slots, accepted, sums, mins, c
         )  # fmt: skip
 
 
-def pool_read(sums, mins, counts, scores, slots, pools, bottom_share, bottom_ceil, out):
+def pool_read(
+    sums: Tensor,
+    mins: Tensor,
+    counts: Tensor,
+    scores: Tensor,
+    slots: Tensor | None,
+    pools: list[int],
+    bottom_share: float,
+    bottom_ceil: bool,
+    out: Tensor,
+) -> None:
     columns = out.shape[1]
     if not columns:
         return
@@ -232,8 +306,20 @@ def pool_read(sums, mins, counts, scores, slots, pools, bottom_share, bottom_cei
 
 
 def merge_partials(
-    values, argmaxes, lses, include_top1, eps, min_competitors, top1, argmax, mean, std, lse, count, scores
-):
+    values: Tensor,
+    argmaxes: Tensor,
+    lses: Tensor,
+    include_top1: bool,
+    eps: float,
+    min_competitors: int,
+    top1: Tensor,
+    argmax: Tensor,
+    mean: Tensor,
+    std: Tensor,
+    lse: Tensor,
+    count: Tensor,
+    scores: Tensor,
+) -> None:
     shards, rows, k = values.shape
     k2, log_s = max(16, 1 << _log2(k)), _log2(shards)
     if k2 << log_s > _MAX_MERGE:

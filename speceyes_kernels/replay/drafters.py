@@ -353,9 +353,9 @@ def drafter_specs(text: str) -> list[DrafterSpec]:
         except ValueError:
             raise DrafterError(f"drafter {kind}: {name}: cannot read {values!r} in {text!r}") from None
     specs = []
-    for values in itertools.product(*sweep.values()):
-        words = ",".join(f"{name}={word}" for name, (word, _) in zip(sweep, values, strict=True))
-        settings = tuple((name, value) for name, (_, value) in zip(sweep, values, strict=True))
+    for chosen in itertools.product(*sweep.values()):
+        words = ",".join(f"{name}={word}" for name, (word, _) in zip(sweep, chosen, strict=True))
+        settings = tuple((name, value) for name, (_, value) in zip(sweep, chosen, strict=True))
         specs.append(DrafterSpec(f"{kind}:{words}" if words else kind, kind, settings))
     return specs
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -77,7 +78,7 @@ def _run_group(jobs: Sequence[Job]) -> list[ReplayResult]:
     job = jobs[0]
     rollouts = rollouts_of(job.trace, job.tokenizer, job.limit)
     made = [drafter_specs(j.drafter)[0].make(_tokenizer(job.tokenizer)[1]) for j in jobs]
-    model = {"intensity": job.intensity, "slope": job.slope, "trace": job.trace_name}
+    model: dict[str, Any] = {"intensity": job.intensity, "slope": job.slope, "trace": job.trace_name}
     if _shares_a_cache(job):
         return replay_settings(rollouts, made[0], made, **model)
     return [replay(rollouts, made[0], batch=job.batch, budget=job.budget, **model)]
