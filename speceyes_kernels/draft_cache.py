@@ -317,7 +317,8 @@ class DraftCache:
             The file system refuses; an older file is as it was.
         """
         name = file_name(path)
-        raise_if(*self._ops.draft_cache_save(self._handle, name), name)
+        error, message = self._ops.draft_cache_save(self._handle, name)
+        raise_if(error, message, name)
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Fills an empty cache from a file: drafts, statistics and the order of eviction are those of the saved cache.
