@@ -26,10 +26,14 @@ NATIVE := setup.py pyproject.toml $(shell find csrc python_bindings -name '*.cpp
 
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
-BENCH_JSON ?= bench/results/bench.json
+BENCH_ARGS ?=
+BENCH_RESULTS ?= bench/results
 TEST_LONG_LOG ?= bench/results/test_long.txt
 
-.PHONY: help install demo test test-long bench wheel lint types clean
+BENCHES := separability gate drafting
+
+.PHONY: help install demo test test-long bench $(addprefix bench-,$(BENCHES) replay) wheel lint types clean
+.NOTPARALLEL:  # benchmarks measure the machine, and every other target fills it by itself
 help:
 	@sed -n 's/^## //p' Makefile
 
@@ -64,11 +68,21 @@ test-long: $(BUILT)
 	mkdir -p $(dir $(TEST_LONG_LOG))
 	$(RUN) -m pytest -m "slow and not gpu" --no-header -v --durations=0 --timeout=7200 $(PYTEST_ARGS) | tee $(TEST_LONG_LOG)
 
-## make bench       the benchmark tables (pytest-benchmark); JSON into bench/results/
-bench: $(BUILT)
-	mkdir -p $(dir $(BENCH_JSON))
-	$(RUN) -m pytest bench -o python_files='bench_*.py' -o addopts="" --timeout=0 --benchmark-only \
-	  --benchmark-json=$(BENCH_JSON) $(PYTEST_ARGS)
+## make bench       all benchmark tables, one after another; JSON into bench/results/
+bench: $(addprefix bench-,$(BENCHES))
+
+##   bench-separability  the ops against torch (pytest-benchmark): PYTEST_ARGS="-k few_rows"
+bench-separability: $(BUILT)
+	mkdir -p $(BENCH_RESULTS)
+	$(RUN) -m pytest bench/bench_separability.py -o python_files='bench_*.py' -o addopts="" --timeout=0 \
+	  --benchmark-only --benchmark-json=$(BENCH_RESULTS)/separability.json $(PYTEST_ARGS)
+
+##   bench-gate          the gate inside vLLM: BENCH_ARGS="--rounds 8"
+##   bench-drafting      the draft cache against Arctic Inference's suffix cache: BENCH_ARGS="--requests 64"
+##   bench-replay        drafts over recorded rollouts (not part of `make bench`): BENCH_ARGS="--quick"
+bench-gate bench-drafting bench-replay: bench-%: $(BUILT)
+	mkdir -p $(BENCH_RESULTS)
+	$(RUN) bench/bench_$*.py --json $(BENCH_RESULTS)/$*.json $(BENCH_ARGS)
 
 ## make wheel       dist/speceyes_kernels-*-py3-none-*.whl
 wheel: $(BUILT)
