@@ -235,7 +235,11 @@ MESSAGES = [
     {"role": "user", "content": "u"},
     {"role": "assistant", "content": "one"},
     {"role": "user", "content": [{"type": "text", "text": "v"}, {"type": "image_url", "image_url": {}}]},
-    {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"function": {"name": "f", "arguments": '{"x": "\\u00e9"}'}}],
+    },
 ]
 
 
@@ -244,7 +248,7 @@ def spoken(r):
 
 
 def check_messages(r):
-    tool = '\n<tool_call>\n{"name": "f", "arguments": "{}"}\n</tool_call><|im_end|>\n'
+    tool = '\n<tool_call>\n{"name": "f", "arguments": {"x": "é"}}\n</tool_call><|im_end|>\n'
     assert spoken(r) == ["one<|im_end|>\n", tool]
     prompt = "".join(map(chr, r.tokens[: r.calls[0][0]]))
     assert prompt == (
@@ -278,11 +282,11 @@ def test_loads_openai_lists(tmp_path):
 
 
 def test_loads_swe_agent(tmp_path):
-    path = tmp_path / "issue-7.traj"
+    path = tmp_path / "lib-1.2__issue-7.traj"
     history = [m | {"agent": "main"} for m in MESSAGES]
     path.write_text(json.dumps({"trajectory": [], "history": history, "info": {}}))
     (made,) = load_rollouts(path, Letters())
-    assert (made.agent, made.query) == ("main", "issue-7")
+    assert (made.agent, made.query) == ("main", "lib-1.2__issue-7")
     check_messages(made)
 
 
@@ -294,6 +298,7 @@ def test_loads_swe_agent(tmp_path):
         ("a.jsonl", '{"messages": []}', r"a\.jsonl:1: expected a list of messages"),
         ("a.jsonl", '[{"content": "x"}]', "message 0: expected an object with 'role'"),
         ("a.jsonl", '[{"role": "user", "content": 7}]', "'content' as a string"),
+        ("a.jsonl", '[{"role": "assistant", "content": "", "tool_calls": ["f"]}]', "message 0: expected tool calls"),
         ("a.json", "nothing", "expected JSON"),
         ("a.traj", "[]", "list 'history'"),
         ("a.jsonl.gz", "no gzip", "unreadable"),

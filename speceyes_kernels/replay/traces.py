@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import hashlib
 import json
@@ -158,7 +159,7 @@ def _records(path: Path) -> Iterator[tuple[str, Any]]:
         if not isinstance(history, list):
             raise TraceError(f"{path}: expected an SWE-agent trajectory with a list 'history'")
         agents = {str(m.get("agent")) for m in history if isinstance(m, dict) and m.get("agent")}
-        record = {"messages": history, "query": path.name.split(".")[0]}
+        record = {"messages": history, "query": name.removesuffix(".traj")}
         yield str(path), record | ({"agent": agents.pop()} if len(agents) == 1 else {})
     elif isinstance(whole, list) and whole and not (isinstance(whole[0], dict) and "role" in whole[0]):
         for number, record in enumerate(whole):
@@ -214,7 +215,12 @@ def _text(where: str, message: dict[str, Any]) -> str:
     elif not isinstance(content, str):
         raise TraceError(f"{where}: expected 'content' as a string or a list of parts, got {type(content).__name__}")
     for call in message.get("tool_calls") or ():
-        function = call.get("function", {}) if isinstance(call, dict) else {}
-        shown = json.dumps({"name": function.get("name"), "arguments": function.get("arguments")})
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict):
+            raise TraceError(f"{where}: expected tool calls with a 'function', got {str(call)[:80]}")
+        arguments = function.get("arguments")
+        with contextlib.suppress(ValueError):  # the API sends JSON in a string; a model writes it as it is
+            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        shown = json.dumps({"name": function.get("name"), "arguments": arguments}, ensure_ascii=False)
         content += f"\n<tool_call>\n{shown}\n</tool_call>"
     return content
