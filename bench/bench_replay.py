@@ -1,4 +1,4 @@
-"""The replay figures: ``python bench/bench_replay.py [rejected] [goodput] [ablation] [--quick] [--traces FOLDER]``.
+"""The replay figures: ``python bench/bench_replay.py [rejected] [goodput] [ablation] [scopes] [--quick] [--traces FOLDER]``.
 
 ``rejected``: sequential replay at Arctic's 24 operating points (depth 24, 64; factor 1, 2, 4; minimum probability .1, .3,
 .5, .7), all traces with one setting of ours, whose own curve is a sweep of theta only. ``goodput``: lockstep, modelled
@@ -20,7 +20,17 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from speceyes_kernels.replay import DrafterError, Job, ReplayResult, drafter_specs, figures, run_jobs
+from speceyes_kernels.replay import (
+    DrafterError,
+    FolderTokenizer,
+    Job,
+    ReplayResult,
+    drafter_specs,
+    figures,
+    load_rollouts,
+    run_jobs,
+)
+from speceyes_kernels.scope_inference import ChatMarkers, ScopeInference
 
 TRACES = Path(__file__).resolve().parents[2] / "shared" / "traces"
 NAMES = ("humaneval", "tau-airline", "game24", "intercode-sql")
@@ -192,6 +202,40 @@ def ablation(runner: Runner, out: dict) -> list[figures.Verdict]:
     return []
 
 
+def scopes(runner: Runner, out: dict) -> list[figures.Verdict]:
+    """Prompts in the order of a replay of 8 rollouts at a time: each turn of each."""
+    encoder = FolderTokenizer()
+    markers = ChatMarkers.of(encoder.token_bytes())
+    out["scopes"] = []
+    print("\nInferred scopes: groups recorded -> inferred, pairs put together rightly / pairs found; us a prompt")
+    for name, file in runner.files.items():
+        rollouts = load_rollouts(file, encoder, runner.job(name, "none").limit)
+        turns = [
+            (r, r.calls[k][0])
+            for at in range(0, len(rollouts), 8)
+            for k in range(max(len(r.calls) for r in rollouts[at : at + 8]))
+            for r in rollouts[at : at + 8]
+            if k < len(r.calls)
+        ]
+        for known in (markers, None):
+            inference, began = ScopeInference(known), time.process_time()
+            found = [inference.infer(r.tokens[:n]) for r, n in turns]
+            micros = 1e6 * (time.process_time() - began) / len(turns)
+            row = [name, known is not None, micros]
+            for given, inferred in (
+                ([r.agent for r, _ in turns], [a for a, _ in found]),
+                ([(r.agent, r.query) for r, _ in turns], [q for _, q in found]),
+            ):
+                row += [len(set(given)), len(set(inferred)), *figures.pair_agreement(given, inferred)]
+            out["scopes"].append(row)
+            print(
+                "{:14} {:16} agents {:4} -> {:4} {:.3f}/{:.3f}   queries {:4} -> {:4} {:.3f}/{:.3f}   {:.0f} us".format(
+                    name, "chat markers" if known else "no markers", *row[3:], micros
+                )
+            )
+    return []
+
+
 def flat(rows: Rows) -> list[list]:
     return [[label, name, batch, *value] for label, row in rows.items() for (name, batch), value in row.items()]
 
@@ -206,7 +250,7 @@ def show(runner: Runner, title: str, rows: Rows, measure: int) -> None:
         print(f"{'geom. mean':14}{label:36}" + "".join(f"{m:8.3f}" for m in means))
 
 
-FIGURES = {"rejected": rejected, "goodput": goodput, "ablation": ablation}
+FIGURES = {"rejected": rejected, "goodput": goodput, "ablation": ablation, "scopes": scopes}
 
 
 def main() -> None:

@@ -146,6 +146,12 @@ def test_goodput_verdicts():
     assert not against_plain.met and "B = 256" in against_plain.name
 
 
+def test_pair_agreement():
+    # Given: {0, 1, 2}, {3, 4}. Found: {0, 1}, {2, 3}, {4}: two pairs, one of them right; one of four is found.
+    assert figures.pair_agreement("aaabb", [1, 1, 2, 2, 3]) == (0.5, 0.25)
+    assert figures.pair_agreement("ab", [1, 2]) == (1.0, 1.0) and figures.pair_agreement("aa", [1, 2]) == (1.0, 0.0)
+
+
 def test_estimated_goodput():
     # 2 tokens and 3 drafted a step: at B = 4 and intensity 8 a step over 16 tokens takes 2: 8 tokens in 2.
     assert figures.estimated_goodput(result("t", 20, 10, 30, 10), 4, 8) == 4

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -90,6 +91,17 @@ def interpolate(curve: Sequence[tuple[float, float]], at: float) -> tuple[float,
         if x0 <= at <= x1:
             return (min(y0, y1) if x0 == x1 else y0 + (y1 - y0) * (at - x0) / (x1 - x0)), "inside"
     return points[-1][1], "inside"  # a single point
+
+
+def pair_agreement(given: Sequence[Hashable], inferred: Sequence[Hashable]) -> tuple[float, float]:
+    """How well a grouping finds another: of the pairs that are together in `inferred` the share that is in `given`, and
+    of the pairs that are together in `given` the share that is found. 1 where there is no pair."""
+
+    def pairs(groups: Iterable[Hashable]) -> int:
+        return sum(n * (n - 1) // 2 for n in Counter(groups).values())
+
+    both = pairs(zip(given, inferred, strict=True))
+    return tuple(both / n if n else 1.0 for n in (pairs(inferred), pairs(given)))  # type: ignore[return-value]
 
 
 def rejected_share(result: ReplayResult) -> float:
