@@ -1,4 +1,4 @@
-"""The demo: statistics, tables, picture, command, and one real run in vLLM."""
+"""The demo: tables, picture, command, and one real run in vLLM."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from speceyes_kernels.demo import metrics
 from speceyes_kernels.demo.questions import QUESTIONS, select
+from speceyes_kernels.orchestrator import stats
 
 
 def _missing(*modules: str) -> list[str]:
@@ -25,80 +25,6 @@ def _missing(*modules: str) -> list[str]:
 def _needs(*modules: str) -> pytest.MarkDecorator:
     missing = _missing(*modules)
     return pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}; `make install` brings them")
-
-
-# ---- statistics ------------------------------------------------------------------------------------------------------
-SCORES = st.lists(st.sampled_from([-math.inf, -1.0, 0.0, 0.5, 0.5000001, 3.0, math.inf]), max_size=12)
-
-
-@given(right=SCORES, wrong=SCORES)
-def test_auroc_equals_counting(right, wrong):
-    if not right or not wrong:
-        assert metrics.auroc(right, wrong) is None
-        return
-    points = sum(2 if a > b else 1 if a == b else 0 for a in right for b in wrong)
-    assert metrics.auroc(right, wrong) == pytest.approx(points / (2 * len(right) * len(wrong)), abs=1e-12)
-
-
-@given(right=SCORES.filter(bool), wrong=SCORES.filter(bool))
-def test_auroc_is_symmetric_and_needs_order_only(right, wrong):
-    value = metrics.auroc(right, wrong)
-    assert metrics.auroc(wrong, right) == pytest.approx(1 - value, abs=1e-12)
-    bent = metrics.auroc([math.atan(x) for x in right], [math.atan(x) for x in wrong])
-    assert bent == pytest.approx(value, abs=1e-12)
-
-
-def test_auroc_refuses_nan():
-    with pytest.raises(ValueError, match="NaN"):
-        metrics.auroc([1.0, math.nan], [0.0])
-
-
-def test_auroc_interval_covers():
-    # Of 60 samples with a known AUROC of 0.76 (unit normals one apart), an interval of 95 % misses few.
-    rng = np.random.default_rng(1)
-    truth, missed = 0.5 * (1 + math.erf(0.5)), 0
-    for _ in range(60):
-        low, high = metrics.auroc_interval(rng.normal(1, 1, 40), rng.normal(0, 1, 40))
-        assert low < high
-        missed += not low <= truth <= high
-    assert missed <= 9
-    assert metrics.auroc_interval([1.0], [0.0, 2.0]) is None
-
-
-@given(total=st.integers(1, 300), data=st.data())
-def test_wilson_solves_its_equation(total, data):
-    # The interval's ends are the p at which hits lies exactly z standard errors (of p) away.
-    hits = data.draw(st.integers(0, total))
-    low, high = metrics.wilson(hits, total)
-    assert 0 <= low <= hits / total <= high <= 1
-    for end in (low, high):
-        if 0 < end < 1:
-            assert (hits / total - end) ** 2 == pytest.approx(metrics.Z95**2 * end * (1 - end) / total, rel=1e-6)
-
-
-def test_wilson_known_values():
-    assert metrics.wilson(0, 10) == pytest.approx((0.0, 0.2775), abs=1e-4)
-    assert metrics.wilson(10, 10) == pytest.approx((0.7225, 1.0), abs=1e-4)
-    for hits, total in ((1, 0), (-1, 5), (6, 5)):
-        with pytest.raises(ValueError, match="hits, total"):
-            metrics.wilson(hits, total)
-
-
-@given(right=SCORES, wrong=SCORES)
-def test_threshold_is_the_best_of_all(right, wrong):
-    threshold = metrics.pick_threshold(right, wrong)
-    youden = lambda t: np.mean([x > t for x in right]) - np.mean([x > t for x in wrong])  # noqa: E731
-    finite = sorted({x for x in right + wrong if math.isfinite(x)})
-    if threshold is None:
-        assert not right or not wrong or all(youden(t) <= 1e-12 for t in finite[:-1])
-    else:
-        assert youden(threshold) >= max(youden(t) for t in finite[:-1]) - 1e-12
-        assert finite[0] < threshold < finite[-1]
-
-
-def test_threshold_between_separated_scores():
-    assert metrics.pick_threshold([4.0, 5.0], [1.0, 2.0]) == 3.0
-    assert metrics.pick_threshold([1.0], [2.0]) is None
 
 
 # ---- report and picture ----------------------------------------------------------------------------------------------
@@ -157,8 +83,8 @@ def test_figures_count():
     assert (share["answers"], share["right"]) == (len(accepted), sum(row.right for row in accepted))
     assert share["answers"] + result["decisions"]["rejected"]["answers"] == len(rows)
     right, wrong = [r.score for r in rows if r.right], [r.score for r in rows if not r.right]
-    assert result["auroc"]["min"]["all"]["auroc"] == metrics.auroc(right, wrong)
-    assert result["auroc"]["min_logprob"]["all"]["auroc"] == pytest.approx(1 - metrics.auroc(right, wrong))
+    assert result["auroc"]["min"]["all"]["auroc"] == stats.auroc(right, wrong)
+    assert result["auroc"]["min_logprob"]["all"]["auroc"] == pytest.approx(1 - stats.auroc(right, wrong))
     assert result["auroc"]["log"]["word"]["auroc"] == 0.5
     counts = [entry["accepted"]["answers"] for entry in result["over_tau"]]
     assert counts == sorted(counts, reverse=True) and {0.9, 0.98} <= {e["tau"] for e in result["over_tau"]}

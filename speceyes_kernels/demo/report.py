@@ -16,8 +16,8 @@ from rich.text import Text
 
 from .. import accept, confidence, score_for_confidence
 from .._schemas import POOL_IDS
+from ..orchestrator.stats import Share, auroc, auroc_interval, pick_threshold
 from .engine import Draft
-from .metrics import Share, auroc, auroc_interval, pick_threshold
 from .questions import KINDS, for_calibration
 
 PAPER_TAU = 0.98

@@ -1,0 +1,1 @@
+"""Engines: in process and over HTTP, behind one protocol."""

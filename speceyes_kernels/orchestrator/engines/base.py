@@ -1,0 +1,49 @@
+"""What the funnel asks of an engine."""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+from ..types import Capabilities, Health, Reply, Request
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """A model that completes requests.
+
+    Attributes
+    ----------
+    name : str
+        For logs; several engines may serve one model.
+    model : str
+        What the answer's trail names.
+    concurrency : int
+        Requests in service at once; others wait in order of priority.
+    capabilities : Capabilities
+        What it offers. Known once the first call, or :meth:`health`, is through.
+    """
+
+    name: str
+    model: str
+    concurrency: int
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    async def complete(self, request: Request) -> Reply:
+        """Completes one request. Cancelling the call aborts the request in the engine before it returns.
+
+        Raises
+        ------
+        EngineError
+            With ``retryable`` set.
+        """
+        ...
+
+    async def health(self) -> Health:
+        """Never raises."""
+        ...
+
+    async def aclose(self) -> None:
+        """Aborts what is running and frees everything. May be called twice."""
+        ...
