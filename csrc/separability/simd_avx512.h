@@ -29,11 +29,16 @@ struct Avx512 {
   SPECEYES_INLINE F sub(F a, F b) { return _mm512_sub_ps(a, b); }
   SPECEYES_INLINE F mul(F a, F b) { return _mm512_mul_ps(a, b); }
   SPECEYES_INLINE F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+  template <float C>
+  SPECEYES_INLINE F horner(F p, F f) {
+    return fma(p, f, set1(C));
+  }
   // (x - reference) / ln 2 in one rounding. The reference of the sum is then `reference(ref)`: the offset as rounded,
   // and float(1 / ln 2)'s own error (1.3e-8) at ref; what is left of that error is 1.3e-8 (x - ref).
   static constexpr float kLog2e = 1.44269504f;
   SPECEYES_INLINE float offset_of(float ref) { return -(ref * kLog2e); }
-  SPECEYES_INLINE F log2_units(F x, F offset) { return _mm512_fmadd_ps(x, set1(kLog2e), offset); }
+  static constexpr int kSteps = 1;
+  SPECEYES_INLINE F log2_steps(F x, F offset) { return _mm512_fmadd_ps(x, set1(kLog2e), offset); }
   SPECEYES_INLINE double reference(float ref) {
     constexpr double kLn2 = 0.69314718055994530942;
     return -double(offset_of(ref)) * kLn2 - ref * (kLog2e * kLn2 - 1);
@@ -42,7 +47,7 @@ struct Avx512 {
   SPECEYES_INLINE F max(F a, F b) { return _mm512_max_ps(a, b); }
   SPECEYES_INLINE F min(F a, F b) { return _mm512_min_ps(a, b); }
   // The low 9 bits of the word become sign and exponent.
-  SPECEYES_INLINE F bits_to_exponent(F x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(x), 23)); }
+  SPECEYES_INLINE F power(F x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(x), 23)); }
   SPECEYES_INLINE unsigned mask_gt(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
   SPECEYES_INLINE unsigned mask_eq(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
 

@@ -36,15 +36,20 @@ struct Portable {
   SPECEYES_INLINE F sub(F a, F b) { return a - b; }
   SPECEYES_INLINE F mul(F a, F b) { return a * b; }
   SPECEYES_INLINE F fma(F a, F b, F c) { return a * b + c; }
+  template <float C>
+  SPECEYES_INLINE F horner(F p, F f) {
+    return fma(p, f, set1(C));
+  }
   // (x - reference) / ln 2: the difference first, because the product alone would be rounded.
   SPECEYES_INLINE float offset_of(float ref) { return ref; }
-  SPECEYES_INLINE F log2_units(F x, F offset) { return (x - offset) * 1.44269504f; }
+  static constexpr int kSteps = 1;
+  SPECEYES_INLINE F log2_steps(F x, F offset) { return (x - offset) * 1.44269504f; }
   SPECEYES_INLINE double reference(float ref) { return ref; }
   // b when either is NaN.
   SPECEYES_INLINE F max(F a, F b) { return a > b ? a : b; }
   SPECEYES_INLINE F min(F a, F b) { return a < b ? a : b; }
   // The low 9 bits of the word become sign and exponent.
-  SPECEYES_INLINE F bits_to_exponent(F x) { return cast<F>(cast<U>(x) << 23); }
+  SPECEYES_INLINE F power(F x) { return cast<F>(cast<U>(x) << 23); }
 
   SPECEYES_INLINE unsigned lanes_set(S m) {
     struct Halves {

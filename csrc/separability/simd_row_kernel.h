@@ -7,6 +7,7 @@
 
 #include "separability_cpu_kernels.h"
 #include "simd_elements.h"
+#include "simd_exp.h"
 
 namespace speceyes::separability {
 namespace {
@@ -26,33 +27,15 @@ struct RowKernel {
   // A reference of the sum. From 2^100 on, floats are so far apart that exp(x - ref) is 0 or 1.
   SPECEYES_INLINE bool usable(float ref) { return __builtin_fabsf(ref) < 0x1p100f; }
 
-  // exp(x - ref) = p * scale to 2e-7, for the reference behind `offset`; below 2^-126 it stays there; NaN stays NaN
-  // (scale may be anything then, so it is multiplied, not added to the exponent of p).
-  SPECEYES_INLINE F exp_from(F x, F offset, F& scale) {
-    const F magic = V::set1(12582912.f + 127.f);  // 1.5 * 2^23 + the exponent's bias
-    const F t = V::max(V::set1(-126.f), V::log2_units(x, offset));
-    const F shifted = V::add(t, magic);
-    scale = V::bits_to_exponent(shifted);
-    const F f = V::sub(t, V::sub(shifted, magic));
-    // 2^f on |f| <= 1/2: minimax for the relative error, the first coefficient held at 1: 9.4e-8.
-    F p = V::fma(V::set1(0x1.5bd7c2p-10f), f, V::set1(0x1.3ce8d4p-7f));
-    p = V::fma(p, f, V::set1(0x1.c6b6dep-5f));
-    p = V::fma(p, f, V::set1(0x1.ebf9c2p-3f));
-    p = V::fma(p, f, V::set1(0x1.62e42ap-1f));
-    return V::fma(p, f, V::set1(1.f));
-  }
-
   // Vectors I and up of a block: their maximum into m, their exp onto two sums.
   template <int I, class T>
   SPECEYES_INLINE void max_and_sum(const T* p, F offset, F& m, F& sum0, F& sum1) {
-    F v0, v1, s0, s1;
+    F v0, v1;
     V::template load_pair<I>(p, v0, v1);
     const F both = V::max(v0, v1);
     m = I == 0 ? both : V::max(m, both);
-    const F p0 = exp_from(v0, offset, s0);
-    const F p1 = exp_from(v1, offset, s1);
-    sum0 = V::fma(p0, s0, sum0);
-    sum1 = V::fma(p1, s1, sum1);
+    sum0 = add_exp<V>(v0, offset, sum0);
+    sum1 = add_exp<V>(v1, offset, sum1);
     if constexpr (I + 2 < kVectors) max_and_sum<I + 2>(p, offset, m, sum0, sum1);
   }
 
