@@ -147,14 +147,12 @@ def test_instruction_sets(measure, logits, dtype, isa):
         pytest.skip(f"{isa} does not run on this processor")
     _, x = logits("normal", 64, dtype)
     cu = answers(x)
-    with _native.cpu_isa(isa):
-        measure(
-            f"[64, {VOCAB}] {dtype}, by instruction set",
-            isa,
-            lambda: sk.answer_separability(x, cu, K, pool=POOLS),
-            x.numel() * x.element_size(),
-            rounds=31,
-        )
+
+    def op() -> None:
+        with _native.cpu_isa(isa):
+            sk.answer_separability(x, cu, K, pool=POOLS)
+
+    measure(f"[64, {VOCAB}] {dtype}, by instruction set", isa, op, x.numel() * x.element_size(), rounds=31)
 
 
 SMALL = "1,000 x token_separability(out=...)"

@@ -143,11 +143,11 @@ def token_separability(
         and type(backend) is str
         and _checks.plain_score(form, eps, min_competitors)
         and not torch.compiler.is_compiling()
-        and logits.dim() == 2
+        and len(shape := logits.shape) == 2
         and not out.requires_grad
     ):
         ops = _backends.decode_ops.get((backend, logits.is_cpu))
-        width = logits.size(1)
+        width = shape[1]
         valid = width if valid_vocab is None else valid_vocab
         if ops is not None and type(valid) is int and k <= valid <= width <= MAX_VOCAB:
             try:
@@ -229,10 +229,10 @@ def answer_separability(
         and (bottom_rounding == "floor" or bottom_rounding == "ceil")
         and _checks.plain_score(form, eps, min_competitors)
         and not torch.compiler.is_compiling()
-        and logits.dim() == 2
+        and len(shape := logits.shape) == 2
     ):
         ops, ids = _backends.decode_ops.get((backend, logits.is_cpu)), _checks.pool_ids(pool)
-        rows, width = logits.shape
+        rows, width = shape
         valid = width if valid_vocab is None else valid_vocab
         answers, single = cu_seqlens.numel() - 1, type(pool) is str
         if (

@@ -141,10 +141,10 @@ class SeparabilityPool:
             and type(slots) is Tensor
             and (accepted is None or type(accepted) is Tensor)
             and not torch.compiler.is_compiling()
-            and logits.dim() == 2
+            and len(shape := logits.shape) == 2
         ):
             ops = _backends.decode_ops.get((self.backend, logits.is_cpu))
-            rows, width = logits.shape
+            rows, width = shape
             if ops is not None and width <= _checks.MAX_VOCAB:
                 records = torch.empty(rows, 2, dtype=torch.float32, device=self.device)
                 try:
