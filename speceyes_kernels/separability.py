@@ -267,11 +267,11 @@ def answer_separability(
     _checks.check_cu_seqlens(cu_seqlens, rows, device)
     _checks.check_mask(token_mask, rows, device, "token_mask")
     answers = cu_seqlens.shape[0] - 1
-    shape = (answers,) if isinstance(pool, str) else (len(pools), answers)
+    out_shape = (answers,) if isinstance(pool, str) else (len(pools), answers)
     if out is None:
-        out = torch.empty(shape, dtype=torch.float32, device=device)
+        out = torch.empty(out_shape, dtype=torch.float32, device=device)
     else:
-        _checks.check_out(out, shape, torch.float32, device)
+        _checks.check_out(out, out_shape, torch.float32, device)
         _checks.check_apart({"out": out}, {"logits": logits, "cu_seqlens": cu_seqlens, "token_mask": token_mask})
     records = torch.empty((rows, 2), dtype=torch.float32, device=device)
     _backends.ops_for(backend, device).answer_separability(
