@@ -1,0 +1,1 @@
+"""Tools of the agents: what they may call, and the sandbox that runs their code."""

@@ -1,0 +1,1 @@
+"""The code sandbox: `host` for users; the other modules run inside it."""
