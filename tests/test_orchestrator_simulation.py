@@ -24,8 +24,9 @@ from speceyes_kernels.orchestrator.simulation import (
     simulate,
 )
 from speceyes_kernels.orchestrator.simulation.events import Simulation
-from speceyes_kernels.orchestrator.simulation.station import AUDIT, DRAFT, JUDGE, LOOP, Cores, Station
+from speceyes_kernels.orchestrator.simulation.station import Cores, Station
 from speceyes_kernels.orchestrator.steplaw import Served, StepLaw, fit_step_law
+from speceyes_kernels.orchestrator.types import Priority
 
 BASE = FunnelModel(mode="base")
 FAST = StationSpec(StepLaw(1e-9))
@@ -100,7 +101,8 @@ def test_priorities_and_order_within_them():
         yield station.serve(0, 1, priority)
         ended.append(name)
 
-    for priority, name in [(AUDIT, "first"), (DRAFT, "d1"), (DRAFT, "d2"), (LOOP, "l"), (AUDIT, "a"), (JUDGE, "j")]:
+    judge, loop, draft, audit = Priority
+    for priority, name in [(audit, "first"), (draft, "d1"), (draft, "d2"), (loop, "l"), (audit, "a"), (judge, "j")]:
         simulation.spawn(one(priority, name))
     simulation.run()
     assert ended == ["first", "j", "l", "d1", "d2", "a"]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Literal, get_args
 
-Kind = Literal["option", "yes/no", "number", "text"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+from ..types import KINDS, Kind
+
+__all__ = ["KINDS", "Kind", "kind_of"]
 
 _YES_NO = re.compile(r"\W*(yes|no)\b", re.IGNORECASE)
 # A lone letter, bracketed or not, with or without the option's text behind a mark: "B", "(b)", "B. red".

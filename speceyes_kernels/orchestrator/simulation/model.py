@@ -9,9 +9,10 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ..types import Priority
 from .events import Process, Simulation, Waitable
 from .formula import Averages
-from .station import DRAFT, JUDGE, LOOP, Cores, Station, StationSpec
+from .station import Cores, Station, StationSpec
 
 
 @dataclass(frozen=True)
@@ -201,12 +202,12 @@ class _Run:
     def judge(self, q: Query) -> Generator[Waitable, Any, None]:
         if self.model.judge != "off":
             station = self.large if self.model.judge == "large" else self.small
-            yield from self.step(station, q.judge, JUDGE, "judge")
+            yield from self.step(station, q.judge, Priority.JUDGE, "judge")
 
     def loop(self, q: Query) -> Generator[Waitable, Any, None]:
         seconds = 0.0
         for step in q.loop:
-            seconds += yield from self.step(self.large, step, LOOP, "")
+            seconds += yield from self.step(self.large, step, Priority.LOOP, "")
         self.seconds["loop"].append(seconds)
 
     def needs_loop(self, q: Query) -> bool:
@@ -223,14 +224,14 @@ class _Run:
             tool_free = q.tool_free or self.model.judge == "off"
             draft: Process | None = None
             if self.model.overlap:
-                draft = self.simulation.spawn(self.step(self.small, q.draft, DRAFT, "draft"))
+                draft = self.simulation.spawn(self.step(self.small, q.draft, Priority.DRAFT, "draft"))
             yield from self.judge(q)
             if not tool_free and draft is not None:
                 draft.cancel()
             elif draft is not None:
                 yield draft
             elif tool_free:
-                yield from self.step(self.small, q.draft, DRAFT, "draft")
+                yield from self.step(self.small, q.draft, Priority.DRAFT, "draft")
             if self.needs_loop(q):
                 yield from self.loop(q)
         self.ended = self.simulation.now
@@ -254,7 +255,7 @@ class _Run:
             if model.mode == "funnel":
                 yield from self.all([self.judge(q) for q in batch], size)
                 drafts = [q for q in batch if q.tool_free or model.judge == "off"]
-                yield from self.all([self.step(self.small, q.draft, DRAFT, "draft") for q in drafts], size)
+                yield from self.all([self.step(self.small, q.draft, Priority.DRAFT, "draft") for q in drafts], size)
                 loops = [q for q in batch if self.needs_loop(q)]
             else:
                 loops = batch

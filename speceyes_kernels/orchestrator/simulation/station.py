@@ -8,9 +8,8 @@ import math
 from dataclasses import dataclass
 
 from ..steplaw import StepLaw
+from ..types import Priority
 from .events import Simulation, Waitable
-
-JUDGE, LOOP, DRAFT, AUDIT = range(4)  # priorities, the orchestrator's
 
 
 @dataclass(frozen=True)
@@ -164,7 +163,7 @@ class Station:
         self.waiting: list[tuple[int, int, Job]] = []
         self.order = itertools.count()
 
-    def serve(self, prompt: float, tokens: float, priority: int = LOOP) -> Job:
+    def serve(self, prompt: float, tokens: float, priority: int = Priority.LOOP) -> Job:
         job = Job(self, prompt, tokens, priority)
         heapq.heappush(self.waiting, (priority, next(self.order), job))
         self.admit()
