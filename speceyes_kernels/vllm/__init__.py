@@ -1,4 +1,5 @@
-"""The separability gate inside vLLM 0.32 (extra ``[vllm]``); see ``docs/vllm_gate.md``.
+"""The separability gate and the draft proposer inside vLLM 0.32 (extra ``[vllm]``); see ``docs/vllm_gate.md`` and
+``docs/vllm_proposer.md``.
 
 Imports vLLM only when one of its parts is used, so that options can be built and checked without it.
 """
@@ -10,6 +11,10 @@ from typing import Any
 
 _EXPORTS = {
     "AgentSpecProposer": "proposer",
+    "DraftOptionError": "draft_options",
+    "drafting_options": "draft_options",
+    "drafting_stats": "draft_stats",
+    "drafting_stats_async": "draft_stats",
     "Gate": "logits_processor",
     "GateWorker": "worker_extension",
     "GateUnsupported": "worker_extension",

@@ -1,17 +1,24 @@
 """ASGI middleware: checks the options of a request and adds a ``speceyes`` object to OpenAI responses.
 
-``--middleware speceyes_kernels.vllm.GateMiddleware``. Requests that don't mention speceyes pass through untouched.
+``--middleware speceyes_kernels.vllm.GateMiddleware``. Requests that don't mention speceyes pass through untouched. Where
+the engine drafts with `AgentSpecProposer` the drafting fields are checked too, and ``/metrics`` shows its figures.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from .draft_options import FIELDS, DraftOptionError, parse_draft_options, proposes
+from .draft_stats import drafting_stats_async
 from .options import KEY, GateOptionError, check_early, parse_options
 from .pairing import merge_workers
 from .results import json_safe
+
+logger = logging.getLogger("vllm.speceyes_kernels")
 
 _PATHS = ("/v1/chat/completions", "/v1/completions")
 Message = dict[str, Any]
@@ -30,19 +37,23 @@ class GateMiddleware:
         self.app = app
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "GET" and scope["path"].rstrip("/").endswith("/metrics"):
+            await _publish(scope)
         if scope["type"] != "http" or scope["method"] != "POST" or not scope["path"].endswith(_PATHS):
             await self.app(scope, receive, send)
             return
         body, replay = await _read(receive)
-        request = _opted(body)
+        request = _extended(body)
         if request is None:
             await self.app(scope, replay, send)
             return
         try:
-            options = parse_options(request["vllm_xargs"][KEY])
+            if _drafts(scope):
+                parse_draft_options(request["vllm_xargs"])
+            options = parse_options(request["vllm_xargs"].get(KEY))
             if options is not None and options.reject_early:
                 check_early(request.get("ignore_eos"), _grammar(request), request.get("allowed_token_ids"), None)
-        except GateOptionError as error:
+        except (GateOptionError, DraftOptionError) as error:
             await _refuse(send, error)
             return
         if options is None:
@@ -85,14 +96,31 @@ def _replay(body: bytes, receive: Receive) -> Receive:
     return again
 
 
-def _opted(body: bytes) -> dict[str, Any] | None:
-    if b"speceyes" not in body:
+def _extended(body: bytes) -> dict[str, Any] | None:
+    """The request, when its ``vllm_xargs`` has a field of this package."""
+    if b"vllm_xargs" not in body:
         return None
     try:
         request = json.loads(body)
-        return request if isinstance(request["vllm_xargs"], dict) and KEY in request["vllm_xargs"] else None
-    except (ValueError, TypeError, KeyError, RecursionError):
+        given = request["vllm_xargs"]
+        return request if isinstance(given, dict) and not given.keys().isdisjoint((KEY, *FIELDS)) else None
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None  # vLLM's to refuse
+
+
+def _drafts(scope: Message) -> bool:
+    state = getattr(scope.get("app"), "state", None)
+    return proposes(getattr(getattr(state, "engine_client", None), "vllm_config", None))
+
+
+async def _publish(scope: Message) -> None:
+    """Asks the engine for its drafting figures just before they are read; the rest of the page never waits for long."""
+    if not _drafts(scope):
+        return
+    try:
+        await asyncio.wait_for(drafting_stats_async(scope["app"].state.engine_client), 5)
+    except Exception as error:
+        logger.warning("speceyes drafting: /metrics shows older figures: %s: %s", type(error).__name__, error)
 
 
 def _grammar(request: dict[str, Any]) -> bool:
@@ -100,7 +128,7 @@ def _grammar(request: dict[str, Any]) -> bool:
     return bool(request.get("structured_outputs")) or (isinstance(shape, dict) and shape.get("type") != "text")
 
 
-async def _refuse(send: Send, error: GateOptionError) -> None:
+async def _refuse(send: Send, error: GateOptionError | DraftOptionError) -> None:
     reply = {"message": str(error), "type": "BadRequestError", "param": f"vllm_xargs.{error.field}", "code": 400}
     body = json.dumps({"error": reply}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from .proposer import AgentSpecProposer
+from .repairs import repair_expansion
 from .results import Result
 from .session import GateSession
 from .slots import GateConfig
@@ -155,6 +156,30 @@ def attach_v2(runner: Any, vllm_config: Any, attached: Callable[[GateState], Non
     runner.load_model = load_model
 
 
+def attach_drafter(runner: Any, drafter: AgentSpecProposer) -> None:
+    """Tells the proposer of every step before it runs, and has vLLM ask it near ``max_model_len`` too."""
+    for name, seam in (("execute_model", "scheduler_output"), ("_input_fits_in_drafter", "common_attn_metadata")):
+        found = list(inspect.signature(getattr(runner, name)).parameters) if hasattr(runner, name) else None
+        if not found or found[0] != seam:
+            raise GateUnsupported(
+                f"speceyes drafting: expected a V1 runner with {name}({seam}, ...), as in vLLM 0.32, got {found} of "
+                f"{type(runner).__qualname__}; install the vLLM version that this package names"
+            )
+    repair_expansion()
+    drafter.runner = runner
+    execute = runner.execute_model
+
+    @functools.wraps(execute)
+    def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        drafter.begin_step(scheduler_output)
+        return execute(scheduler_output, *args, **kwargs)
+
+    runner.execute_model = execute_model
+    # vLLM takes one request within num_speculative_tokens of the end as a reason to draft for none and to verify zeros
+    # for all; the proposer keeps every draft inside max_model_len by itself.
+    runner._input_fits_in_drafter = lambda common_attn_metadata: common_attn_metadata is not None
+
+
 class GateWorker:
     """Worker extension. Its methods are called through ``collective_rpc``; all state hangs on the worker.
 
@@ -173,7 +198,7 @@ class GateWorker:
         if runner is None or not asked_for(config):
             return
         if isinstance(drafter := getattr(runner, "drafter", None), AgentSpecProposer):
-            drafter.runner = runner
+            attach_drafter(runner, drafter)
         if hasattr(runner, "input_batch"):
             self.__dict__["_speceyes_gate"] = attach_v1(runner, config)
         else:
@@ -196,3 +221,25 @@ class GateWorker:
     def speceyes_stats(self) -> dict[str, int]:
         """Counters and sizes."""
         return self._speceyes().stats()
+
+    def _drafter(self) -> AgentSpecProposer:
+        drafter = getattr(self.model_runner, "drafter", None)
+        if not isinstance(drafter, AgentSpecProposer):
+            raise GateUnsupported("speceyes drafting: this engine does not draft with AgentSpecProposer")
+        return drafter
+
+    def _first(self) -> bool:
+        return bool(getattr(self, "is_driver_worker", True))
+
+    def speceyes_draft_stats(self) -> dict[str, Any] | None:
+        """Figures of the draft proposer (see ``docs/vllm_proposer.md``); None on all but the engine's first worker."""
+        drafter = self._drafter()
+        return drafter.figures() if self._first() else None
+
+    def speceyes_draft_save(self, path: str) -> str | None:
+        """Writes the draft cache to a file of the worker's machine, for the setting ``load`` of a later start."""
+        drafter = self._drafter()
+        if not self._first():
+            return None
+        drafter.cache.save(path)
+        return path
