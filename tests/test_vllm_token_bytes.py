@@ -46,7 +46,7 @@ def sentencepiece() -> Any:
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     backend.add_special_tokens([AddedToken("<|end|>", special=True)])
-    backend.add_tokens([AddedToken("<think>", special=False)])
+    backend.add_tokens([AddedToken("<think>", special=False, normalized=False)])
     return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
 
 
@@ -70,7 +70,7 @@ def test_byte_fallback_table_is_xgrammars() -> None:
     want = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=len(tokenizer)).decoded_vocab
     assert [t for i, t in enumerate(table) if i not in special] == [t for i, t in enumerate(want) if i not in special]
     assert [table[i] for i in sorted(special)] == [b"<unk>", b"<|end|>", b"<think>"]
-    text = "the water 世 {\n  <think>x<|end|>"
+    text = "the water 世 {\n  x<think><|end|>"  # Prepend puts a space behind added tokens, too
     assert joined(table, tokenizer.encode(text)).lstrip(b" ") == text.encode()
 
 

@@ -25,11 +25,11 @@ STRUCTURE = "[[('```','```'),('<tool_call>','</tool_call>')],[('{','}')]]"
 #: first prompt the draft is one of many likely words, behind the second the word after the draft is.
 FORCED = {
     "drafted": (
-        "The colour red is nice. The colour blue is nice. The colour green is nice. The colour black is nice. I like "
-        "them all very much. The", " yellow",
+        "The colour red is nice. The colour blue is nice. The colour green is nice. The colour black is nice. I really like "
+        "them all very much. The", " white",
     ),
     "bonus": (
-        "I like red and I like blue and I like green and I like black and I like white and I like pink and I like gold "
+        "At home I like red and I like blue and I like green and I like black and I like white and I like pink and I like gold "
         "and I like grey and", " like",
     ),
 }  # fmt: skip

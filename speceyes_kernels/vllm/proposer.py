@@ -160,7 +160,7 @@ class AgentSpecProposer:
         self, step: _Step | None, sampled: list[list[int]], totals: np.ndarray, tokens: np.ndarray
     ) -> list[list[int]]:
         began = perf_counter()
-        if step is not None and step.timed and self.learn_cost:
+        if step is not None and step.timed and step.tokens and self.learn_cost:
             self.cache.cost.observe(step.tokens, began - step.began)
         ids: list[str] = self.runner.input_batch.req_ids
         requests = self.runner.requests
