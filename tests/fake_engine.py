@@ -74,6 +74,7 @@ class FakeEngine:
         self.peak = max(self.peak, self.running)
         script = self.script(request) if callable(self.script) else self.script[len(self.calls) - 1]
         try:
+            slot.tokens = script.output_tokens
             if script.hangs:
                 await asyncio.get_running_loop().create_future()
             await asyncio.sleep(script.delay)

@@ -13,6 +13,8 @@ _EXPORTS = {
     "Answer": "types",
     "Capabilities": "types",
     "Engine": "engines.base",
+    "Funnel": "funnel",
+    "FunnelSettings": "settings",
     "Health": "types",
     "LoopResult": "types",
     "OrchestratorError": "errors",
@@ -22,10 +24,12 @@ _EXPORTS = {
     "Reply": "types",
     "Request": "types",
     "ScoreRequest": "types",
+    "RunLog": "runlog",
     "Scores": "types",
     "Step": "types",
     "Trail": "types",
     "Turn": "types",
+    "run_sync": "run",
 }
 
 __all__ = list(_EXPORTS)

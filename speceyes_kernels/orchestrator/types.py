@@ -266,8 +266,6 @@ class Reply(Json):
         Mean number of our requests running meanwhile, this one among them.
     attempts : int
         Calls made in all, retries among them.
-    wasted_s, wasted_tokens
-        Service seconds and output tokens of failed attempts.
     """
 
     text: str
@@ -282,8 +280,6 @@ class Reply(Json):
     running: float = 1.0
     replica: str = ""
     attempts: int = 1
-    wasted_s: float = 0.0
-    wasted_tokens: int = 0
 
 
 @dataclass(frozen=True)

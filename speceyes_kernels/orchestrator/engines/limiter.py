@@ -6,7 +6,24 @@ import asyncio
 import heapq
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
+
+from ..types import Waste
+
+_waste: ContextVar[list[Waste] | None] = ContextVar("speceyes_waste", default=None)
+
+
+def wasted_into(sink: list[Waste]) -> None:
+    """From here on, in this task and those it starts, cancelled and failed calls are noted in ``sink``."""
+    _waste.set(sink)
+
+
+def note_waste(waste: Waste) -> None:
+    """Adds to the sink of whoever asked for this call."""
+    sink = _waste.get()
+    if sink is not None:
+        sink.append(waste)
 
 
 @dataclass(frozen=True)
@@ -26,6 +43,7 @@ class Slot:
         self._limiter = limiter
         self._asked, self._granted = asked, limiter._tick()
         self._share, self._load = limiter._share, limiter._load
+        self.tokens = 0  # output so far, for who counts what is wasted
 
     def use(self) -> Use:
         """Up to this moment."""
@@ -66,11 +84,18 @@ class Limiter:
 
     @asynccontextmanager
     async def slot(self, priority: int) -> AsyncIterator[Slot]:
-        """A slot for the body. It is free again when the body is left: a body that aborts a call does so inside."""
+        """A slot for the body. It is free again when the body is left: a body that aborts a call does so inside.
+
+        A body that is cancelled or raises was work for nothing: see :func:`wasted_into`.
+        """
         asked = asyncio.get_running_loop().time()
         await self._acquire(priority)
+        slot = Slot(self, asked)
         try:
-            yield Slot(self, asked)
+            yield slot
+        except BaseException:
+            note_waste(Waste(1, slot.tokens, slot.use().service_s))
+            raise
         finally:
             self._release()
 

@@ -1,0 +1,211 @@
+"""The three fast phases: what is asked of which engine, and what its reply decides."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ..decision import confidence, convert_threshold, score_for_confidence
+from .engines.base import Engine
+from .errors import SettingsError
+from .settings import FunnelSettings, GateSettings
+from .types import Priority, Query, Reply, Request, ScoreRequest, Scores, Step, Turn
+
+logger = logging.getLogger("speceyes_kernels.orchestrator")
+
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+JUDGE = (
+    "Someone must answer the question below. Tools could help: zooming into a part of the image, or running code.\n\n"
+    "Question: {question}\n\n"
+    "Would using a tool make the answer more reliable than answering at once? Answer with one word, yes or no."
+)
+_ENDS = {
+    "option": "Answer with the letter of the option and nothing else.",
+    "yes/no": "Answer with yes or no and nothing else.",
+    "number": "Answer with the number and nothing else.",
+    "text": "Answer with a word or a short phrase and nothing else.",
+}
+_NO = re.compile(r"\W*no\b", re.IGNORECASE)
+_THOUGHT = re.compile(r".*</think>", re.DOTALL)
+
+
+def question_text(query: Query) -> str:
+    """The question with its options as lettered lines."""
+    if not query.options:
+        return query.text
+    lines = [f"{LETTERS[i] if i < 26 else i + 1}. {text}" for i, text in enumerate(query.options)]
+    return "\n".join([query.text, *lines])
+
+
+def ask(query: Query, text: str) -> tuple[Turn, ...]:
+    """The conversation so far and a turn with the query's pictures and ``text``."""
+    return (*query.history, Turn("user", (*query.images, text)))
+
+
+def judge_request(query: Query, settings: FunnelSettings) -> Request:
+    return Request(
+        ask(query, JUDGE.format(question=question_text(query))), settings.judge_tokens,
+        priority=Priority.JUDGE, affinity=query.id, timeout=settings.timeout, seed=settings.seed,
+    )  # fmt: skip
+
+
+def judged(reply: Reply) -> str:
+    """ "no" only for a plain no: whatever else the model says, tools are used."""
+    return "no" if _NO.match(reply.text) else "tools"
+
+
+def direct_request(query: Query, settings: FunnelSettings, *, max_tokens: int, priority: Priority) -> Request:
+    """The question for an answer without tools."""
+    kind = query.kind or settings.kind or ("option" if len(query.options) > 1 else None)
+    end = _ENDS.get(kind or "", "Answer as briefly as you can.")
+    return Request(
+        ask(query, f"{question_text(query)}\n{end}"), max_tokens, priority=priority, affinity=query.id,
+        timeout=settings.timeout, seed=settings.seed,
+    )  # fmt: skip
+
+
+def draft_request(query: Query, settings: FunnelSettings, early_tau: float | None) -> Request:
+    """``early_tau``: the confidence under which the engine may end the draft; None: it may not."""
+    base = direct_request(query, settings, max_tokens=settings.draft.tokens, priority=Priority.DRAFT)
+    gate = settings.gate
+    early = early_tau is not None
+    score = ScoreRequest(gate.k, gate.pools, early_tau, gate.strict, early, gate.span)
+    return Request(
+        base.turns, base.max_tokens, stop=settings.draft.stop, score=score, priority=Priority.DRAFT,
+        affinity=query.id, timeout=settings.timeout, max_pixels=settings.draft.max_pixels, seed=settings.seed,
+    )  # fmt: skip
+
+
+def final_text(text: str) -> str:
+    """What a model says after it has thought."""
+    return _THOUGHT.sub("", text).strip()
+
+
+class Calibration(Protocol):
+    """What the gate needs of ``calibration.Artifact``."""
+
+    k: int
+    form: str
+    pool: str
+    strict: bool
+    large: str
+    small: str
+    thresholds: Any
+
+    @property
+    def guaranteed(self) -> bool: ...
+
+    def threshold(self, kind: str) -> float: ...
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The gate's decision; ``error`` when there was nothing to decide on."""
+
+    accepted: bool
+    guaranteed: bool = False
+    error: str | None = None
+
+
+class Gate:
+    """Thresholds in score units, from a confidence or from a calibration.
+
+    Parameters
+    ----------
+    settings : GateSettings
+    calibration : optional
+        Replaces ``settings.tau``; pool and k must be its own.
+    large, small : str
+        Names of the models that run; others than calibration's are warned of, under a guarantee refused.
+    """
+
+    def __init__(self, settings: GateSettings, calibration: Calibration | None, large: str, small: str) -> None:
+        self.settings, self.calibration = settings, calibration
+        self._warned: set[str] = set()
+        if calibration is None:
+            return
+        if settings.pool != calibration.pool:
+            raise SettingsError(f"gate.pool: expected {calibration.pool!r} as calibrated, got {settings.pool!r}")
+        if settings.strict != calibration.strict:
+            raise SettingsError(f"gate.strict: expected {calibration.strict} as calibrated, got {settings.strict}")
+        given = {"k": settings.k, "form": settings.form, "large": large, "small": small}
+        for name, value in given.items():
+            wanted = getattr(calibration, name)
+            if value != wanted:
+                problem = f"calibrated with {name} {wanted!r}, running with {value!r}"
+                if calibration.guaranteed:
+                    raise SettingsError(f"calibration: {problem}: its guarantee would not hold; calibrate anew")
+                logger.warning("%s", problem)
+
+    def threshold(self, kind: str, tau: float | None = None) -> float:
+        """The score above which a draft of this kind is accepted; inf: never. ``tau``: of this call only."""
+        if tau is None and self.calibration is not None:
+            return self.calibration.threshold(kind)
+        return threshold_of(self.settings.tau if tau is None else tau, self.settings)
+
+    def early_tau(self, kind: str | None, tau: float | None) -> float | None:
+        """The confidence for early rejection: the kind's, or the lowest that any kind may have."""
+        if not self.settings.reject_early:
+            return None
+        if tau is not None or self.calibration is None:
+            lowest = self.threshold("text", tau)
+        elif kind is not None:
+            lowest = self.threshold(kind)
+        else:
+            kinds = ("option", "yes/no", "number", "text")
+            lowest = min(self.threshold(k) for k in kinds)
+        if not math.isfinite(lowest):
+            return None
+        if self.settings.form == "include_top1":
+            lowest = convert_threshold(lowest, self.settings.k, to="exclude_top1")
+        # A little under: through the sigmoid and back, a score at the threshold must not fall below it.
+        value = float(confidence(lowest - 1e-6 * max(1.0, abs(lowest))))
+        return value if 0 < value < 1 else None
+
+    def abstains(self, kind: str | None, tau: float | None) -> bool:
+        """Whether no draft could be accepted, so that none needs to be made."""
+        kinds = ("option", "yes/no", "number", "text") if kind is None else (kind,)
+        return all(self.threshold(k, tau) == math.inf for k in kinds)
+
+    def decide(self, scores: Scores | None, kind: str, tau: float | None) -> Verdict:
+        if scores is None or scores.error is not None:
+            return Verdict(False, error="no score" if scores is None else f"no score: {scores.error}")
+        settings = self.settings
+        value = scores.values.get(settings.pool)
+        if value is None:
+            return Verdict(False, error=f"no score of pool {settings.pool!r}, only {', '.join(scores.values)}")
+        calibrated = self.calibration is not None and tau is None
+        guaranteed = calibrated and self.calibration.guaranteed  # type: ignore[union-attr]
+        if calibrated and scores.k != self.calibration.k:  # type: ignore[union-attr]
+            problem = f"scored with k = {scores.k}, calibrated with k = {self.calibration.k}"  # type: ignore[union-attr]
+            if guaranteed:
+                return Verdict(False, error=problem)
+            if problem not in self._warned:
+                self._warned.add(problem)
+                logger.warning("%s", problem)
+        if scores.rejected_at is not None or not value > -math.inf:
+            return Verdict(False)
+        if settings.form == "include_top1" and scores.form == "exclude_top1":
+            value = convert_threshold(value, scores.k)
+        limit = self.threshold(kind, tau)
+        accepted = value > limit if settings.strict else value >= limit
+        return Verdict(accepted and limit < math.inf, bool(accepted and guaranteed))
+
+
+def threshold_of(tau: float, settings: GateSettings) -> float:
+    """A confidence in the score units of the settings' pool."""
+    if settings.pool == "log":
+        return tau
+    return math.log(tau) if settings.pool == "min_logprob" else score_for_confidence(tau)
+
+
+def step_of(phase: str, decision: str, reply: Reply, engine: Engine, start_s: float) -> Step:
+    """The step that a reply makes."""
+    return Step(
+        phase, decision, reply.text, reply.scores, reply.prompt_tokens, reply.output_tokens, start_s, reply.queued_s,
+        reply.service_s, reply.share_s, reply.running, model=engine.model, replica=reply.replica,
+        attempts=reply.attempts,
+    )  # fmt: skip

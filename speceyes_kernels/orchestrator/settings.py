@@ -1,0 +1,118 @@
+"""Settings of the funnel, checked by pydantic; the key of a bad one is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from .types import ALL_POOLS, Form, Kind, Span
+
+Share = Annotated[float, Field(ge=0, le=1)]
+Confidence = Annotated[float, Field(gt=0, lt=1)]
+Count = Annotated[int, Field(ge=1)]
+Mode = Literal["funnel", "base", "draft-only", "tools-off", "specreason"]
+Pool = Literal["min", "mean", "bottom", "log", "min_logprob"]
+
+
+class Section(BaseModel):
+    """Frozen; unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class DraftSettings(Section):
+    """The small model's answer. ``max_tokens``: 20, or 1,024 when it thinks first."""
+
+    max_tokens: Count | None = None
+    thinking: bool = False
+    depth: Annotated[int, Field(ge=0, le=8)] = 0
+    tools: tuple[str, ...] = ("crop",)
+    max_pixels: Count | None = None
+    stop: tuple[str, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        return self.max_tokens or (1024 if self.thinking else 20)
+
+
+class GateSettings(Section):
+    """What is scored and from where on a draft is accepted. ``tau`` is a confidence; ``artifact`` replaces it."""
+
+    k: Annotated[int, Field(ge=2, le=256)] = 64
+    form: Form = "exclude_top1"
+    pool: Pool = "min"
+    tau: Confidence = 0.98
+    artifact: Path | None = None
+    strict: bool = True
+    reject_early: bool = False
+    span: Span = "output"
+
+    @model_validator(mode="after")
+    def _fits(self) -> GateSettings:
+        if self.reject_early and self.pool != "min":
+            raise ValueError(f"reject_early: expected pool 'min', got {self.pool!r}: only the minimum never rises")
+        if self.reject_early and self.span == "answer":
+            raise ValueError("reject_early: expected span 'output', got 'answer': the engine sees every token")
+        if self.form == "include_top1" and self.pool != "min":
+            raise ValueError(
+                f"form: expected 'exclude_top1' with pool {self.pool!r}: only min decides alike in both forms"
+            )
+        return self
+
+    @property
+    def pools(self) -> tuple[str, ...]:
+        """All, the deciding one first: one run then serves every ablation."""
+        return (self.pool, *(p for p in ALL_POOLS if p != self.pool))
+
+
+class AuditSettings(Section):
+    """Share of accepted queries that the loop answers, too; how many at once."""
+
+    share: Share = 0.01
+    concurrency: Count = 1
+
+
+class BreakevenSettings(Section):
+    """Pausing where speculation costs more than it saves."""
+
+    enabled: bool = True
+    window: Count = 200
+    least: Count = 50
+    probe_every: Count = 20
+    probes: Count = 50
+    resume_at: Annotated[float, Field(ge=1)] = 1.05
+
+
+class FunnelSettings(Section):
+    """How queries are answered; the defaults are the paper's."""
+
+    mode: Mode = "funnel"
+    judge: Literal["large", "small", "off"] = "large"
+    judge_tokens: Annotated[int, Field(ge=1, le=10)] = 1
+    overlap: bool = False
+    draft: DraftSettings = DraftSettings()
+    gate: GateSettings = GateSettings()
+    steps: Count = 5
+    answer_tokens: Count = 512
+    in_flight: Count = 64
+    attempts: Count = 2
+    timeout: Annotated[float, Field(gt=0)] | None = None
+    barrier: bool = False
+    batch_size: Count = 16
+    loop_concurrency: Count = 1
+    audit: AuditSettings = AuditSettings()
+    breakeven: BreakevenSettings = BreakevenSettings()
+    seed: int = 0
+    kind: Kind | None = None
+
+    @model_validator(mode="after")
+    def _fits(self) -> FunnelSettings:
+        if self.overlap and self.judge == "off":
+            raise ValueError("overlap: expected a judge to overlap with, got judge 'off'")
+        if self.barrier and self.overlap:
+            raise ValueError("overlap: expected false with barrier: a batch is judged before it is drafted")
+        if self.mode == "specreason" and self.barrier:
+            raise ValueError("barrier: expected mode 'funnel' or 'base', got 'specreason'")
+        return self
