@@ -77,7 +77,7 @@ void draft_cache_extend(int64_t handle, const Tensor& requests, const Tensor& to
   const auto c = caches().get(handle);
   std::lock_guard<std::mutex> guard(c->lock);
   check_known(c->cache, ids, n);
-  for (int64_t i = 0; i < n; i++) c->cache.extend(ids[i], t + at[i], at[i + 1] - at[i]);
+  c->cache.extend(ids, n, t, at, torch_threads());
 }
 
 void draft_cache_stop(int64_t handle, const Tensor& requests) {

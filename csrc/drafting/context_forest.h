@@ -39,7 +39,7 @@ struct Match {
 // A match that outlives changes of the forest: see settle().
 struct Cursor {
   Match match{kNone, 0};
-  uint32_t removals = 0;
+  uint64_t removals = 0;
 };
 
 class ContextForest {
@@ -177,7 +177,7 @@ class ContextForest {
   const TextStore& text_;
   int max_depth_;
   bool split_;
-  uint32_t removals_ = 0;
+  uint64_t removals_ = 0;
   PodArray<Node> node_;
   uint32_t free_node_ = kNone, live_nodes_ = 0;
   PodArray<uint32_t> leaf_page_;    // text page -> leaf page, kNone where the forest has none of its positions

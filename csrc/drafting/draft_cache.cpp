@@ -2,7 +2,15 @@
 
 #include <algorithm>
 
+#include "parallel.h"
+
 namespace speceyes::drafting {
+
+namespace {
+
+constexpr size_t kFewTokens = 32;  // indexed faster than a thread wakes
+
+}  // namespace
 
 DraftCache::DraftCache(const CacheOptions& options)
     : options_(options),
@@ -54,43 +62,106 @@ void DraftCache::start(int64_t request, const Token* prompt, int64_t n, int64_t 
   for (int level = 1; level < kSources; level++) r.roots[level] = kNone;
   for (int level = 1; level < (options_.strict_isolation ? 2 : kSources); level++)
     r.roots[level] = hold_tree(tree_key(level, r, 0));
-  for (int64_t i = n - kept; i < n; i++) push(r, prompt[i], false);
+  push(r, prompt + (n - kept), kept, false);
+  index();
 }
 
-void DraftCache::push(Live& r, Token token, bool response) {
-  if (token < 0) return;
-  if (stats_.tokens >= options_.max_tokens) make_room(room_step());
-  const Pos pos = text_.push(r.text, token);
-  stats_.tokens++;
-  r.last = pos;
-  if (!response) r.prompt_held++;
-  if (response && r.first == kNone) {
-    r.first = pos;
-    if (const Pos end = text_.before(pos); end != kNone) prompt_ends(r.prompt_end = text_[end])++;
+// Into the text at once; into the index where it matters, or with index().
+void DraftCache::push(Live& r, const Token* tokens, int64_t n, bool response) {
+  bool open = false;  // the last run is this one's
+  for (int64_t i = 0; i < n; i++) {
+    if (tokens[i] < 0) continue;
+    if (stats_.tokens >= options_.max_tokens) {
+      index();
+      open = false;
+      make_room(room_step());
+    }
+    const Pos pos = text_.push(r.text, tokens[i]);
+    stats_.tokens++;
+    r.last = pos;
+    if (!response) r.prompt_held++;
+    if (response && r.first == kNone) {
+      r.first = pos;
+      if (const Pos end = text_.before(pos); end != kNone) prompt_ends(r.prompt_end = text_[end])++;
+    }
+    if (!response && options_.strict_isolation) continue;  // no level holds prompts
+    if (!open) runs_.push_back({&r, pos, 0, response});
+    runs_.back().tokens++;
+    open = !response || !follow_structure(r, tokens[i]);
   }
-  if (!options_.strict_isolation) forest_[0].insert(r.roots[0], pos);
-  if (!response) return;
-  for (int level = 1; level < kSources; level++)
-    if (r.roots[level] != kNone) forest_[size_t(level)].insert(r.roots[level], pos);
-  follow_structure(r, token);
 }
 
-void DraftCache::extend(int64_t request, const Token* tokens, int64_t n) {
-  Live& r = live_.at(request);
-  learn(r, tokens, n);
-  for (int64_t i = 0; i < n; i++) push(r, tokens[i], true);
+void DraftCache::index() {
+  if (runs_.empty()) return;
+  size_t tokens = 0;
+  bool response = false;
+  for (Run& run : runs_) {
+    run.said = said_.size();
+    said_.resize(run.said + size_t(run.tokens + options_.max_depth));
+    Pos last = run.first;
+    for (int32_t i = 1; i < run.tokens; i++) last = text_.after(last);
+    run.held = text_.read_back(last, said_.data() + run.said, run.tokens + options_.max_depth) - run.tokens;
+    tokens += size_t(run.tokens);
+    response |= run.response;
+  }
+  if (!response || options_.strict_isolation) {
+    index(options_.strict_isolation ? 1 : 0);
+  } else {
+    parallel_for(kSources, 1, tokens < kFewTokens ? 1 : threads_, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; i++) index(kSources - 1 - int(i));  // the largest first
+    });
+  }
+  runs_.clear();
+  said_.clear();
 }
 
-void DraftCache::follow_structure(Live& r, Token token) {
-  if (r.structure == nullptr) return;
+void DraftCache::index(int level) {
+  ContextForest& forest = forest_[size_t(level)];
+  const auto cursor = [&](size_t run) -> Cursor& { return runs_[run].live->cursor[level]; };
+  for (size_t k = 0; k < runs_.size(); k++) {
+    if (k + 3 < runs_.size()) forest.fetch_place(cursor(k + 3));
+    if (k + 1 < runs_.size()) forest.fetch_around(cursor(k + 1));
+    const Run& run = runs_[k];
+    if (level > 0 && !run.response) continue;
+    const uint32_t root = run.live->roots[level];
+    const Token* newest = said_.data() + run.said + run.tokens;
+    Context context{newest, std::min(run.held, options_.max_depth)};
+    forest.settle(root, cursor(k), context);
+    Pos pos = run.first;
+    for (int32_t i = 1;; i++, pos = text_.after(pos)) {
+      const Context longer{newest - i, std::min(run.held + i, options_.max_depth)};
+      forest.append(root, cursor(k), pos, context, longer);
+      if (i == run.tokens) break;
+      context = longer;
+    }
+  }
+}
+
+void DraftCache::extend(const int64_t* requests, int64_t n, const Token* tokens, const int64_t* offsets, int threads) {
+  threads_ = threads;
+  for (int64_t i = 0; i < n; i++) {
+    Live& r = live_.at(requests[i]);
+    const int64_t own = offsets[i + 1] - offsets[i];
+    learn(r, tokens + offsets[i], own);
+    push(r, tokens + offsets[i], own, true);
+  }
+  index();
+}
+
+// True when that indexed what was pushed: the tree is another from here on.
+bool DraftCache::follow_structure(Live& r, Token token) {
+  if (r.structure == nullptr) return false;
   r.structure->feed(r.state, (*options_.token_bytes)[token]);
   const int block = r.structure->block(r.state);
-  if (block == r.block) return;
+  if (block == r.block) return false;
   if (options_.strict_isolation) {
+    index();
     release_tree(tree_key(1, r, r.block));
     r.roots[1] = hold_tree(tree_key(1, r, block));
+    r.cursor[1] = {};
   }
   r.block = block;
+  return options_.strict_isolation;
 }
 
 void DraftCache::learn(Live& r, const Token* tokens, int64_t n) {

@@ -60,7 +60,12 @@ class DraftCache {
   // response stands.
   void start(int64_t request, const Token* prompt, int64_t n, int64_t agent, int64_t query,
              std::shared_ptr<const Structure> structure);
-  void extend(int64_t request, const Token* tokens, int64_t n);
+  void extend(int64_t request, const Token* tokens, int64_t n) {
+    const int64_t offsets[] = {0, n};
+    extend(&request, 1, tokens, offsets, 1);
+  }
+  // tokens[offsets[i] .. offsets[i + 1]) for requests[i]: the levels are indexed by up to so many threads.
+  void extend(const int64_t* requests, int64_t n, const Token* tokens, const int64_t* offsets, int threads);
   // The response stays in the cache; the rollout's own index goes.
   void stop(int64_t request);
   void forget_query(int64_t agent, int64_t query);  // its ended responses
@@ -95,6 +100,7 @@ class DraftCache {
   };
   struct Live : Response {
     Pos last = kNone;
+    Cursor cursor[kSources];  // of the text so far
     int run = 0, block = 0;
     std::shared_ptr<const Structure> structure;
     BlockState state;
@@ -119,8 +125,19 @@ class DraftCache {
   void release_tree(const TreeKey& key);
   void drop_if_empty(const TreeKey& key);
   void drop_empty_trees(const Response& r);
-  void push(Live& r, Token token, bool response);
-  void follow_structure(Live& r, Token token);
+  // Tokens of one request that are in the text and not in the index yet.
+  struct Run {
+    Live* live;
+    Pos first;
+    int32_t tokens;
+    bool response;
+    int32_t held = 0;  // tokens of context before the first
+    size_t said = 0;   // in said_: the run and its context, newest first
+  };
+  void push(Live& r, const Token* tokens, int64_t n, bool response);
+  void index();
+  void index(int level);
+  bool follow_structure(Live& r, Token token);
   void erase(Response& r);  // an ended response, from every level and the text
   void evict(std::map<Scope, QueryGroup>::iterator query);  // its oldest response
   void drop_if_idle(const Scope& scope);
@@ -181,6 +198,9 @@ class DraftCache {
   std::vector<uint32_t> prompt_ends_ = std::vector<uint32_t>(kEnds);
   uint32_t& prompt_ends(Token t) { return prompt_ends_[uint32_t(t) % kEnds]; }
   void forget_prompt_end(Response& r);
+  int threads_ = 1;
+  std::vector<Run> runs_;
+  std::vector<Token> said_;
   Expansion expansion_;
   std::vector<Chain> chains_;
   std::vector<uint8_t> open_;
