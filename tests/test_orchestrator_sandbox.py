@@ -335,7 +335,7 @@ async def main():
 anyio.run(main)
 """
     root = str(Path(host.__file__).parents[4])
-    environment = {**os.environ, "PYTHONPATH": root}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, *sys.path])}
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=environment) as child:
         assert child.stdout is not None
         line = child.stdout.readline().strip()

@@ -7,10 +7,12 @@ import binascii
 import functools
 import hashlib
 import io
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from .errors import PictureError
 
@@ -207,3 +209,127 @@ def _to_png(image: Any) -> bytes:
 def _short(text: Any) -> str:
     text = str(text)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+# ---- what a processor makes of a picture, and boxes in it ------------------------------------------------------------
+
+Coordinates = Literal["seen", "original", "thousandths"]
+Box = tuple[float, float, float, float]
+
+
+@dataclass(frozen=True)
+class PixelRule:
+    """How a vision model's processor resizes pictures.
+
+    Parameters
+    ----------
+    factor : int
+        Both sides become multiples of it: patch x merge, 28 for Qwen2.5-VL, 32 for Qwen3-VL.
+    min_pixels, max_pixels : int
+        Limits of the area.
+    max_aspect : float
+        Longer pictures are refused.
+    """
+
+    factor: int = 28
+    min_pixels: int = 4 * 28 * 28
+    max_pixels: int = 16384 * 28 * 28
+    max_aspect: float = 200.0
+
+    def __post_init__(self) -> None:
+        if self.factor < 1 or not self.factor**2 <= self.min_pixels <= self.max_pixels:
+            raise ValueError(
+                f"PixelRule: expected factor >= 1 and factor^2 <= min_pixels <= max_pixels, got {self.factor}, "
+                f"{self.min_pixels}, {self.max_pixels}"
+            )
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> PixelRule:
+        """From a ``preprocessor_config.json`` (Qwen-VL's names); what it does not say stays at the default."""
+        size = config.get("size") or {}
+        factor = int(config.get("patch_size", 14)) * int(config.get("merge_size", 2))
+        least = config.get("min_pixels") or size.get("shortest_edge") or 4 * factor**2
+        most = config.get("max_pixels") or size.get("longest_edge") or 16384 * factor**2
+        return cls(factor, int(least), int(most))
+
+    def resized(self, width: int, height: int) -> tuple[int, int]:
+        """Width and height after the processor, in pixels.
+
+        Sides go to the nearest multiples of ``factor``; an area beyond a limit is scaled by the square root of what is
+        too much (rounded down) or missing (rounded up).
+
+        Raises
+        ------
+        PictureError
+            An empty picture, or one longer than ``max_aspect``.
+        """
+        if width < 1 or height < 1:
+            raise PictureError(f"expected a picture with pixels, got {width} x {height}")
+        if max(width, height) > self.max_aspect * min(width, height):
+            raise PictureError(f"expected sides within 1 : {self.max_aspect:g}, got {width} x {height}")
+        factor = self.factor
+        sides = [round(side / factor) * factor for side in (width, height)]
+        if sides[0] * sides[1] > self.max_pixels:
+            scale = math.sqrt(width * height / self.max_pixels)
+            sides = [max(factor, math.floor(side / scale / factor) * factor) for side in (width, height)]
+        elif sides[0] * sides[1] < self.min_pixels:
+            scale = math.sqrt(self.min_pixels / (width * height))
+            sides = [math.ceil(side * scale / factor) * factor for side in (width, height)]
+        return sides[0], sides[1]
+
+
+def box_in_original(
+    box: Sequence[float], coordinates: Coordinates, original: tuple[int, int], seen: tuple[int, int]
+) -> tuple[int, int, int, int]:
+    """A model's box in whole pixels of the original picture, cut at its edges.
+
+    Parameters
+    ----------
+    box : sequence of four numbers
+        Left, top, right, bottom.
+    coordinates : "seen", "original" or "thousandths"
+        What they count: pixels of the picture after the processor, of the original, or thousandths of each side.
+    original, seen : (int, int)
+        Width and height.
+
+    Returns
+    -------
+    tuple of int
+        Left and top rounded down, right and bottom up: never empty.
+
+    Raises
+    ------
+    PictureError
+        Not four finite numbers, no area, or wholly outside.
+    """
+    if coordinates not in get_args(Coordinates):
+        raise ValueError(f"coordinates: expected one of {', '.join(get_args(Coordinates))}, got {coordinates!r}")
+    if isinstance(box, str) or len(box) != 4 or not all(_is_number(v) and math.isfinite(v) for v in box):
+        raise PictureError(f"a box is four finite numbers [left, top, right, bottom], got {_short(box)}")
+    left, top, right, bottom = box
+    if not (left < right and top < bottom):
+        raise PictureError(f"the box {list(box)} is empty: left must be below right and top above bottom")
+    whole = {"seen": seen, "original": original, "thousandths": (1000, 1000)}[coordinates]
+    if right <= 0 or bottom <= 0 or left >= whole[0] or top >= whole[1]:
+        raise PictureError(f"the box {list(box)} is outside the picture, which is {whole[0]} x {whole[1]}")
+    edges = [max(0.0, left), max(0.0, top), min(float(whole[0]), right), min(float(whole[1]), bottom)]
+    scaled = [edge * original[i % 2] / whole[i % 2] for i, edge in enumerate(edges)]
+    # A product such as 0.1 * 30 lies a rounding error beside the whole number that it is.
+    x1, y1 = (min(original[i] - 1, math.floor(scaled[i] + 1e-9)) for i in (0, 1))
+    return x1, y1, max(x1 + 1, math.ceil(scaled[2] - 1e-9)), max(y1 + 1, math.ceil(scaled[3] - 1e-9))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e18
+
+
+def crop(picture: Picture, box: tuple[int, int, int, int], rule: PixelRule) -> Picture:
+    """The part of a picture in a box of its own pixels, resized as the processor would.
+
+    Raises
+    ------
+    PictureError
+        The part is longer than the rule allows.
+    """
+    size = rule.resized(box[2] - box[0], box[3] - box[1])
+    return Picture(picture.open().crop(box).resize(size, resample=3))  # bicubic
