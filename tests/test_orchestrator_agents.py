@@ -18,13 +18,14 @@ from speceyes_kernels.orchestrator.agents.dialect import Call, Final, Malformed
 from speceyes_kernels.orchestrator.agents.plain import PlainDialect
 from speceyes_kernels.orchestrator.agents.specreason import parse_mark
 from speceyes_kernels.orchestrator.agents.thyme import ThymeDialect
+from speceyes_kernels.orchestrator.engines.limiter import wasted_into
 from speceyes_kernels.orchestrator.errors import EngineUnavailable
 from speceyes_kernels.orchestrator.images import Picture
 from speceyes_kernels.orchestrator.tools.base import ToolContext, ToolResult
 from speceyes_kernels.orchestrator.tools.calculator import Calculator
 from speceyes_kernels.orchestrator.tools.code import CodeArguments
 from speceyes_kernels.orchestrator.tools.zoom import Zoom
-from speceyes_kernels.orchestrator.types import LoopResult, Priority, Query, ScoreRequest
+from speceyes_kernels.orchestrator.types import LoopResult, Priority, Query, ScoreRequest, Waste
 
 ZOOM = {"name": "image_zoom_in_tool", "arguments": {"bbox_2d": [1, 2, 30, 40]}}
 CALL = f"<tool_call>{json.dumps(ZOOM)}</tool_call>"
@@ -368,12 +369,18 @@ def test_specreason_keeps_what_is_marked_seven_or_more() -> None:
         name="l",
     )
     query = Query("How many?", images=(picture(),), id="q")
-    result = virtual_loop.run(SpecReason(DeepEyes(), small).run(query, large))
+    wasted: list[Waste] = []
+
+    async def main() -> LoopResult:
+        wasted_into(wasted)
+        return await SpecReason(DeepEyes(), small).run(query, large)
+
+    result = virtual_loop.run(main())
     assert (result.text, result.error) == ("right", None)
     kept, rewritten = result.steps
     assert (kept.text, kept.replica, kept.service_s, kept.output_tokens) == (CALL, "s", 1.5, 5)
-    assert (rewritten.replica, rewritten.service_s, rewritten.output_tokens) == ("l", 5.5, 8)
-    assert (result.wasted.calls, result.wasted.tokens, result.wasted.service_s) == (1, 6, 1.0)
+    assert (rewritten.replica, rewritten.service_s, rewritten.output_tokens) == ("l", 4.5, 8)
+    assert wasted == [Waste(1, 6, 1.0)]
     marking = large.calls[0].request
     assert marking.max_tokens == 1 and marking.stop == () and marking.turns[-2].text == CALL
     assert large.calls[2].request.turns == small.calls[1].request.turns

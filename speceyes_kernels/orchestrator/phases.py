@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..decision import confidence, convert_threshold, score_for_confidence
+from .agents.prompts import question_text
 from .engines.base import Engine
 from .errors import SettingsError
 from .settings import FunnelSettings, GateSettings
@@ -16,7 +17,6 @@ from .types import Priority, Query, Reply, Request, ScoreRequest, Scores, Step, 
 
 logger = logging.getLogger("speceyes_kernels.orchestrator")
 
-LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 JUDGE = (
     "Someone must answer the question below. Tools could help: zooming into a part of the image, or running code.\n\n"
     "Question: {question}\n\n"
@@ -30,14 +30,6 @@ _ENDS = {
 }
 _NO = re.compile(r"\W*no\b", re.IGNORECASE)
 _THOUGHT = re.compile(r".*</think>", re.DOTALL)
-
-
-def question_text(query: Query) -> str:
-    """The question with its options as lettered lines."""
-    if not query.options:
-        return query.text
-    lines = [f"{LETTERS[i] if i < 26 else i + 1}. {text}" for i, text in enumerate(query.options)]
-    return "\n".join([query.text, *lines])
 
 
 def ask(query: Query, text: str) -> tuple[Turn, ...]:

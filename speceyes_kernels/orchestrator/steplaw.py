@@ -67,9 +67,7 @@ def fit_step_law(records: Sequence[Served]) -> tuple[StepLaw, float]:
     used = [r for r in records if r.output_tokens > 0 and r.service_s > 0]
     if len(used) < 3:
         raise ValueError(f"records: expected at least 3 requests with output tokens and seconds, got {len(used)}")
-    columns = np.array(
-        [[r.output_tokens, r.output_tokens * r.running, r.prompt_tokens] for r in used], dtype=np.float64
-    )
+    columns = np.array([[r.output_tokens, r.output_tokens * r.running, r.prompt_tokens] for r in used], dtype=np.float64)
     seconds = np.array([r.service_s for r in used])
     relative = columns / seconds[:, None]
     scale = np.linalg.norm(relative, axis=0)

@@ -12,7 +12,7 @@ from ..engines.base import Engine
 from ..errors import PictureError
 from ..images import Coordinates, Picture, PixelRule
 from ..tools.base import BadArguments, Tool, ToolContext, call_tool, check_arguments, make_tools
-from ..types import LoopResult, Priority, Query, Reply, Request, ScoreRequest, Step, Turn, Waste
+from ..types import LoopResult, Priority, Query, Reply, Request, ScoreRequest, Step, Turn
 from .dialect import Call, Dialect, Final, Malformed
 
 
@@ -135,18 +135,16 @@ class _Run:
     began: float
     turns: list[Turn] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
-    wasted: Waste = field(default_factory=Waste)
     corrected: bool = False
 
     def result(self, text: str, raw: str, error: str | None = None) -> LoopResult:
-        return LoopResult(text, raw, tuple(self.steps), error, self.wasted)
+        return LoopResult(text, raw, tuple(self.steps), error)
 
     async def step(self, request: Request, *, last: bool) -> LoopResult | None:
         """One output of the model and what follows from it; the result when the loop is over."""
         now = asyncio.get_running_loop().time
         start = now() - self.began
         reply = await self.engine.complete(request)
-        self.wasted += Waste(max(0, reply.attempts - 1), reply.wasted_tokens, reply.wasted_s)
         read = self.loop.dialect.parse(reply.text)
         parsed = self._known(read) if isinstance(read, Call) else read
         if isinstance(parsed, Final):

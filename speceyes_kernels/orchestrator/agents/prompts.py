@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import string
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..tools.base import Tool
 from ..types import Query, Turn
+
+if TYPE_CHECKING:
+    from ..tools.base import Tool
 
 LETTERS = string.ascii_uppercase
 
 
-def question(query: Query) -> str:
+def question_text(query: Query) -> str:
     """The question with its options, one a line: ``A. red``."""
     lines = [f"{LETTERS[i] if i < 26 else i + 1}. {option}" for i, option in enumerate(query.options)]
     return "\n".join([query.text, *lines])
@@ -50,5 +52,5 @@ def json_tools(tools: Sequence[Tool]) -> str:
 
 def opening(query: Query, system: str, last: str) -> tuple[Turn, ...]:
     """System turn, history, and the question with its pictures before it."""
-    text = f"{question(query)}\n{last}".strip()
+    text = f"{question_text(query)}\n{last}".strip()
     return (Turn("system", (system,)), *query.history, Turn("user", (*query.images, text)))

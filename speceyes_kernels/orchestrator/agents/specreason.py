@@ -6,7 +6,8 @@ import re
 from dataclasses import replace
 
 from ..engines.base import Engine
-from ..types import Capabilities, Health, LoopResult, Priority, Query, Reply, Request, Turn
+from ..engines.limiter import note_waste
+from ..types import Capabilities, Health, LoopResult, Priority, Query, Reply, Request, Turn, Waste
 from .loop import Loop
 
 _MARK = re.compile(r"\s*([0-9])(?![0-9])")
@@ -25,7 +26,7 @@ def parse_mark(text: str) -> int | None:
 class ProposingEngine:
     """The large engine, whose steps the small one proposes.
 
-    Replies carry the sum of what their calls cost. A proposal that was not kept is counted as wasted.
+    Replies carry their own times and those of the marking. A proposal that was not kept is noted as wasted.
 
     Parameters
     ----------
@@ -61,15 +62,10 @@ class ProposingEngine:
         mark = parse_mark(marking.text)
         if mark is not None and mark >= self.keep:
             self.kept += 1
-            return _sum(proposal, (marking,))
+            return _sum(proposal, marking)
         self.rewritten += 1
-        own = _sum(await self.large.complete(request), (proposal, marking))
-        return replace(
-            own,
-            attempts=own.attempts + 1,
-            wasted_s=own.wasted_s + proposal.service_s,
-            wasted_tokens=own.wasted_tokens + proposal.output_tokens,
-        )
+        note_waste(Waste(1, proposal.output_tokens, proposal.service_s))
+        return _sum(await self.large.complete(request), marking)
 
     async def health(self) -> Health:
         """Both must be well."""
@@ -83,15 +79,13 @@ class ProposingEngine:
         """The engines belong to others: nothing is closed."""
 
 
-def _sum(reply: Reply, others: tuple[Reply, ...]) -> Reply:
-    """The reply with the times of other calls added; tokens stay its own."""
+def _sum(reply: Reply, marking: Reply) -> Reply:
+    """The reply with the times of its marking added; tokens stay its own."""
     return replace(
         reply,
-        queued_s=reply.queued_s + sum(other.queued_s for other in others),
-        service_s=reply.service_s + sum(other.service_s for other in others),
-        share_s=reply.share_s + sum(other.share_s for other in others),
-        wasted_s=reply.wasted_s + sum(other.wasted_s for other in others),
-        wasted_tokens=reply.wasted_tokens + sum(other.wasted_tokens for other in others),
+        queued_s=reply.queued_s + marking.queued_s,
+        service_s=reply.service_s + marking.service_s,
+        share_s=reply.share_s + marking.share_s,
     )
 
 

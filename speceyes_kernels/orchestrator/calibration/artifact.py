@@ -138,9 +138,7 @@ def load_artifact(path: str | Path) -> Artifact:
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ArtifactError(
-            f"{path}: not a calibration artifact ({error}); make one with `speceyes calibrate`"
-        ) from error
+        raise ArtifactError(f"{path}: not a calibration artifact ({error}); make one with `speceyes calibrate`") from error
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         found = data.get("format") if isinstance(data, dict) else None
         raise ArtifactError(f"{path}: format: expected {FORMAT}, got {found!r}; make it anew with `speceyes calibrate`")
@@ -162,8 +160,6 @@ def _threshold(kind: str, value: dict) -> KindThreshold:
     value = {**value}
     value.pop("tau", None)
     score = value.pop("score")
-    if score is not None and (
-        isinstance(score, bool) or not isinstance(score, (int, float)) or not math.isfinite(score)
-    ):
+    if score is not None and (isinstance(score, bool) or not isinstance(score, (int, float)) or not math.isfinite(score)):
         raise ValueError(f"thresholds: {kind}: score: expected a finite number or null, got {score!r}")
     return KindThreshold(math.inf if score is None else float(score), **value)

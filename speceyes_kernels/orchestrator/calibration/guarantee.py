@@ -201,7 +201,9 @@ def _columns(table: Table, pool: str, k: int, seed: int) -> Columns:
     )
 
 
-def _decide(columns: Columns, epsilon: float, delta: float, pool: str, k: int, strict: bool, pilot: float) -> Guarantee:
+def _decide(
+    columns: Columns, epsilon: float, delta: float, pool: str, k: int, strict: bool, pilot: float
+) -> Guarantee:
     rows = _independent(columns)
     groups = _groups(rows, epsilon, delta)
     level = _level(delta, len(groups))

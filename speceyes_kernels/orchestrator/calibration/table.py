@@ -149,9 +149,7 @@ class Table(Sequence[Row]):
             try:
                 rows.append(Row.from_json(line))
             except (TypeError, KeyError, ValueError, AttributeError) as error:
-                raise TableError(
-                    f"{path}, line {number}: not a scored row ({type(error).__name__}: {error})"
-                ) from error
+                raise TableError(f"{path}, line {number}: not a scored row ({type(error).__name__}: {error})") from error
         return cls(rows)
 
 

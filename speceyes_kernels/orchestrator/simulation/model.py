@@ -95,7 +95,9 @@ class Profile:
         for t, a, d in zip(tool_free.tolist(), accepted.tolist(), long.tolist(), strict=True):
             if (t, a, d) not in made:
                 made[t, a, d] = Query(t, a, (step,) * d, judge, draft)
-        return cls(tuple(made[key] for key in zip(tool_free.tolist(), accepted.tolist(), long.tolist(), strict=True)))
+        return cls(
+            tuple(made[key] for key in zip(tool_free.tolist(), accepted.tolist(), long.tolist(), strict=True))
+        )
 
 
 @dataclass(frozen=True)
@@ -186,7 +188,9 @@ class _Run:
         self.queued = self.ended = 0.0
         self.drafted = self.accepted = 0
 
-    def step(self, station: Station, step: LoopStep, priority: int, kind: str) -> Generator[Waitable, Any, float]:
+    def step(
+        self, station: Station, step: LoopStep, priority: int, kind: str
+    ) -> Generator[Waitable, Any, float]:
         job = yield station.serve(step.prompt, step.tokens, priority)
         self.queued += job.queued_s
         if step.tool_s:
@@ -288,11 +292,8 @@ def simulate(fleet: Fleet, workload: Workload, model: FunnelModel = FunnelModel(
 
     judged = bool(run.seconds["judge"])
     averages = Averages(
-        run.drafted / n,
-        run.accepted / run.drafted if run.drafted else 0.0,
-        mean("judge") if judged else 0.0,
-        mean("draft"),
-        mean("loop"),
+        run.drafted / n, run.accepted / run.drafted if run.drafted else 0.0, mean("judge") if judged else 0.0,
+        mean("draft"), mean("loop"),
     )
     stations = {"large": run.large, "small": run.small}
     busy = {name: s.busy_s / (makespan * s.spec.replicas) if makespan else 0.0 for name, s in stations.items()}
