@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
 from .types import ALL_POOLS, Form, Kind, Span
 
@@ -20,6 +20,19 @@ class Section(BaseModel):
     """Frozen; unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class EngineSettings(Section):
+    """One model: replicas by URL, or a folder or hub name that vLLM loads in this process (``vllm``: its options)."""
+
+    model: Annotated[str, Field(min_length=1)]
+    urls: tuple[Annotated[str, Field(pattern=r"^https?://[^/\s]+")], ...] = ()
+    api_key: SecretStr | None = None
+    concurrency: Count = 32
+    timeout: Annotated[float, Field(gt=0)] = 300.0
+    total_timeout: Annotated[float, Field(gt=0)] = 900.0
+    attempts: Count = 4
+    vllm: dict[str, Any] = Field(default_factory=dict)
 
 
 class DraftSettings(Section):
