@@ -75,7 +75,27 @@ def as_number(value: object, name: str, expected: str) -> float:
         return value
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name}: expected {expected}, got {describe(value)}")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name}: expected {expected}, got an integer that no float holds") from None
+
+
+def as_device(device: object) -> torch.device:
+    """The device as tensors report it ("cuda" -> "cuda:0"); it must be there."""
+    if (device is not None and not isinstance(device, torch.device | str | int)) or isinstance(device, bool):
+        raise TypeError(f"device: expected a torch.device or its name, got {describe(device)}")
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:  # no such name, no such device, a torch without it
+        raise ValueError(f"device: expected one that is here, got {device!r} ({error})") from error
+
+
+def check_scores(score: Tensor) -> None:
+    """Refuses what is no tensor of real numbers."""
+    check_dense(score, "score")
+    if score.is_complex() or score.dtype is torch.bool:
+        raise TypeError(f"score: expected a tensor of real numbers, got {describe(score)}")
 
 
 def check_k(k: int) -> int:

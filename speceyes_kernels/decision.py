@@ -16,23 +16,24 @@ def confidence(score: Tensor | float, alpha: float = 0.6, *, pool: Pool = "min")
     """A pooled score as a number in [0, 1]; 0 for -inf and for NaN.
 
     ``sigmoid(alpha * score)`` for the pools min, mean and bottom; the score itself for log; ``exp(score)`` for
-    min_logprob. A float32 sigmoid saturates near 1: decide with :func:`accept`, which compares in score space.
+    min_logprob, each held to [0, 1]. A float32 sigmoid saturates near 1: decide with :func:`accept`, which compares in score space.
     """
     _check_alpha(alpha)
     (pool_id,) = _checks.check_pools((pool,))
     if isinstance(score, Tensor):
-        _checks.check_dense(score, "score")
+        _checks.check_scores(score)
     if pool_id in (POOL_IDS["log"], POOL_IDS["min_logprob"]):
         exact = pool_id == POOL_IDS["log"]
         if isinstance(score, Tensor):
             known = torch.where(score > -math.inf, score, 0.0 if exact else -math.inf)  # NaN compares false
-            return known if exact else known.exp()
+            return known.clamp(0, 1) if exact else known.exp().clamp(max=1)
         score = _as_score(score)
         if not score > -math.inf:
             return 0.0
-        return float(score) if exact else math.exp(score)
+        return min(max(score, 0.0), 1.0) if exact else math.exp(min(score, 0.0))
     if isinstance(score, Tensor):
-        return torch.sigmoid(alpha * score.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf))
+        score = score.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
+        return torch.sigmoid(torch.where(score.isinf(), score, alpha * score))  # alpha may be 0 in float32
     score = _as_score(score)
     if math.isnan(score):
         return 0.0
@@ -92,7 +93,7 @@ def accept(
     elif pool_id == POOL_IDS["min_logprob"]:
         threshold = math.log(tau) if tau > 0 else -math.inf
     if isinstance(score, Tensor):
-        _checks.check_dense(score, "score")
+        _checks.check_scores(score)
         score = score.double()  # the threshold is a float64: a float32 score is not rounded towards it
         return (score > threshold if strict else score >= threshold) & (score > -math.inf)
     score = _as_score(score)

@@ -143,7 +143,9 @@ def token_separability(
         and type(backend) is str
         and _checks.plain_score(form, eps, min_competitors)
         and not torch.compiler.is_compiling()
+        and not logits.is_nested
         and len(shape := logits.shape) == 2
+        and not out.is_meta  # would send the op to its fake, which writes nothing
         and not out.requires_grad
     ):
         ops = _backends.decode_ops.get((backend, logits.is_cpu))
@@ -218,10 +220,11 @@ def answer_separability(
     """
     # The short way of plain arguments, as in token_separability.
     if (
-        (out is None or (type(out) is Tensor and not out.requires_grad))
+        (out is None or (type(out) is Tensor and not out.requires_grad and not out.is_meta))
         and type(logits) is Tensor
         and type(cu_seqlens) is Tensor
-        and (token_mask is None or type(token_mask) is Tensor)
+        and not cu_seqlens.is_meta
+        and (token_mask is None or (type(token_mask) is Tensor and not token_mask.is_meta))
         and type(k) is int
         and type(backend) is str
         and type(bottom_share) is float
@@ -229,6 +232,7 @@ def answer_separability(
         and (bottom_rounding == "floor" or bottom_rounding == "ceil")
         and _checks.plain_score(form, eps, min_competitors)
         and not torch.compiler.is_compiling()
+        and not logits.is_nested
         and len(shape := logits.shape) == 2
     ):
         ops, ids = _backends.decode_ops.get((backend, logits.is_cpu)), _checks.pool_ids(pool)

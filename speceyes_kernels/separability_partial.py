@@ -17,7 +17,8 @@ _DTYPES = (torch.float32, torch.int64, torch.float32)
 
 
 class PartialTopk(NamedTuple):
-    """What one vocabulary shard knows of N rows: values float32 [N, k] descending (missing: -inf), argmax int64 [N]
+    """What one vocabulary shard knows of N rows: values float32 [N, k] descending (missing: -inf; a row with a NaN: NaN,
+    then -inf), argmax int64 [N]
     (index in the whole vocabulary), lse float32 [N]."""
 
     values: Tensor

@@ -66,13 +66,17 @@ class SeparabilityPool:
         _checks.check_pools(pools, "pools")
         self._default: str | tuple[str, ...] = pools if isinstance(pools, str) else tuple(pools)
         self.pools: tuple[str, ...] = (pools,) if isinstance(pools, str) else tuple(pools)
-        if valid_vocab is not None and _checks.as_int(valid_vocab, "valid_vocab", "None or an int") < self.k:
-            raise ValueError(f"valid_vocab: expected None or an int >= k ({self.k}), got {valid_vocab}")
+        if valid_vocab is not None:
+            valid_vocab = _checks.as_int(valid_vocab, "valid_vocab", "None or an int")
+            if not self.k <= valid_vocab <= _checks.MAX_VOCAB:
+                raise ValueError(
+                    f"valid_vocab: expected None or an int from k ({self.k}) to {_checks.MAX_VOCAB}, got {valid_vocab}"
+                )
         self.valid_vocab = valid_vocab
         self._include_top1, self.eps, self.min_competitors = _checks.check_score(form, eps, min_competitors)
         self._bottom_ceil = _checks.check_bottom(bottom_share, bottom_rounding)
         self.form, self.bottom_share, self.bottom_rounding = form, float(bottom_share), bottom_rounding
-        self.device = torch.empty(0, device=device).device  # "cuda" -> "cuda:0", as tensors report it
+        self.device = _checks.as_device(device)
         self.backend = backend
         self._ops = _backends.ops_for(backend, self.device)
         kept = self.max_tokens if "bottom" in self.pools else 0
@@ -139,8 +143,10 @@ class SeparabilityPool:
         if (
             type(logits) is Tensor
             and type(slots) is Tensor
-            and (accepted is None or type(accepted) is Tensor)
+            and not slots.is_meta  # would send the op to its fake, which writes nothing
+            and (accepted is None or (type(accepted) is Tensor and not accepted.is_meta))
             and not torch.compiler.is_compiling()
+            and not logits.is_nested
             and len(shape := logits.shape) == 2
         ):
             ops = _backends.decode_ops.get((self.backend, logits.is_cpu))
@@ -191,7 +197,7 @@ class SeparabilityPool:
             )
         rows = scores.shape[0] if isinstance(scores, Tensor) and scores.dim() == 1 else 0
         for name, tensor in (("scores", scores), ("logprobs", logprobs)):
-            if tensor is None:
+            if tensor is None and name == "logprobs":
                 continue
             if not isinstance(tensor, Tensor) or tensor.dtype is not torch.float32:
                 raise TypeError(f"{name}: expected a float32 tensor [N], got {_checks.describe(tensor)}")

@@ -86,7 +86,8 @@ def row_table(
     rejected = invalid | few | (one_inf & (count == 0))
     score, logp = score.masked_fill(rejected, -_INF), logp.masked_fill(rejected, -_INF)
     nan = torch.where(has_nan, math.nan, 0.0)
-    values[:, 0] += nan  # a NaN anywhere marks the row, also where the sort put it elsewhere
+    values[has_nan] = -_INF  # a row with a NaN keeps that and nothing else
+    values[:, 0] += nan
     return RowTable(top1 + nan, argmax, mean, std + nan, lse + nan, count.to(torch.int32), score, logp, values)
 
 

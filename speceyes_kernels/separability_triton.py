@@ -69,7 +69,7 @@ def _on_device(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
         return torch.cuda.device(tensor.device)
     if not _INTERPRETED:
         raise ValueError(
-            f"expected CUDA tensors, got one on {tensor.device}; use backend='cpu', or set TRITON_INTERPRET=1 before "
+            f"backend 'triton': expected CUDA tensors, got one on {tensor.device}; use backend='cpu', or set TRITON_INTERPRET=1 before "
             "Triton is imported to run the kernels in its interpreter"
         )
     return _NOTHING

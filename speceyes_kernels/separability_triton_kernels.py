@@ -300,7 +300,8 @@ def select_row(row, logits, row_stride, col_stride, vocab, tiles, keys, partials
         tl.store(records_out + row64 * 2 + 1, logp)
     if values_out is not None:
         v = from_key(tl.load(ordered + i), SHIFT)
-        tl.store(values_out + row64 * k + i, tl.where(i == 0, tl.where(has_nan, float("nan"), v), v), mask=i < k)
+        v = tl.where(has_nan, tl.where(i == 0, float("nan"), -INF), v)
+        tl.store(values_out + row64 * k + i, v, mask=i < k)
 
 
 _INTS = ["row_stride", "col_stride", "vocab", "tiles", "k", "offset", "min_competitors"]

@@ -181,6 +181,18 @@ def test_accept_compares_in_score_space():
     assert sk.accept(math.log(0.99), 0.98, pool="min_logprob") and not sk.accept(-0.1, 0.98, pool="min_logprob")
 
 
+def test_confidence_stays_in_its_range():
+    """Also for scores that no pool gives, and for an alpha that is 0 in float32."""
+    extremes = [-math.inf, -1e38, -3.0, 0.5, 2.0, 1e38, math.inf, math.nan]
+    for pool in ALL_POOLS:
+        for alpha in (1e-300, 0.6, 1e30):
+            many = sk.confidence(torch.tensor(extremes), alpha, pool=pool).tolist()
+            for score, batched in zip(extremes, many, strict=True):
+                one = sk.confidence(score, alpha, pool=pool)
+                assert 0 <= one <= 1 and one == pytest.approx(batched, abs=1e-6)
+            assert many[0] == many[-1] == 0 and many[-2] == 1
+
+
 def test_converted_threshold_takes_the_same_decisions():
     assert sk.convert_threshold(sk.score_for_confidence(0.98)) == pytest.approx(4.999, abs=5e-4)
     logits = torch.randn(200, 300, dtype=torch.float32, generator=torch.Generator().manual_seed(1)) * 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -131,6 +132,13 @@ CU = torch.tensor([0, 3])
             ValueError,
             r"partials\[1\].values: expected the shape",
         ),
+        (lambda: sk.SeparabilityPool(1, max_tokens=1, valid_vocab=1 << 70), ValueError, r"from k \(64\) to 1048576"),
+        (lambda: sk.SeparabilityPool(1, max_tokens=1, device="x"), ValueError, r"device: expected one that is here"),
+        (lambda: sk.SeparabilityPool(1, max_tokens=1, device=1.5), TypeError, r"device: expected a torch.device or"),
+        (lambda: sk.token_separability(LOGITS, eps=10**400), ValueError, r"eps: expected .*, got an integer that no"),
+        (lambda: sk.accept(1.0, 10**400), ValueError, r"tau: expected a confidence in \[0, 1\], got an integer"),
+        (lambda: sk.accept(torch.ones(2) + 1j, 0.5), TypeError, r"score: expected a tensor of real numbers, got a 1-D c"),
+        (lambda: sk.confidence(torch.ones(2) > 0), TypeError, r"score: expected a tensor of real numbers, got a 1-D bo"),
         (lambda: sk.SeparabilityPool(0, max_tokens=1), ValueError, r"num_slots: expected an int >= 1, got 0"),
         (lambda: sk.SeparabilityPool(1, max_tokens=True), TypeError, r"max_tokens: expected an int >= 1"),
         (lambda: sk.SeparabilityPool(1, max_tokens=1, pools=("min", "x")), ValueError, r"pools: expected names among"),
@@ -145,6 +153,9 @@ def _buffer() -> torch.Tensor:
     return torch.zeros(3, 200)
 
 
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch says that these are a prototype
+    NESTED = torch.nested.nested_tensor([torch.zeros(100), torch.zeros(90)])
 SPARSE_SLOTS = torch.tensor([0, 1, 2]).to_sparse()
 
 
@@ -232,6 +243,48 @@ SPARSE_SLOTS = torch.tensor([0, 1, 2]).to_sparse()
         (lambda b: sk.answer_separability(LOGITS, CU, backend=[b]), TypeError, "backend: expected 'auto' or one of"),
         (lambda b: sk.partial_topk(LOGITS, offset=0, backend=[b]), TypeError, "backend: expected 'auto' or one of"),
         (lambda b: sk.SeparabilityPool(1, max_tokens=1, backend=[b]), TypeError, "backend: expected 'auto' or one of"),
+        # One meta tensor would send a whole op to its fake: results never written, or an update lost.
+        (
+            lambda b: sk.token_separability(LOGITS, backend=b, out=torch.empty(3, device="meta")),
+            ValueError,
+            "out: expected a contiguous tensor of shape .* on cpu",
+        ),
+        (lambda b: sk.answer_separability(LOGITS, CU.to("meta"), backend=b), ValueError, "cu_seqlens: .* on cpu, got"),
+        (
+            lambda b: sk.answer_separability(LOGITS, CU, out=torch.empty(1, device="meta"), backend=b),
+            ValueError,
+            "out: expected a contiguous tensor of shape .* on cpu",
+        ),
+        (
+            lambda b: sk.answer_separability(
+                LOGITS, CU, token_mask=torch.ones(3, dtype=torch.bool, device="meta"), backend=b
+            ),
+            ValueError,
+            "token_mask: .* on cpu, got",
+        ),
+        (
+            lambda b: sk.SeparabilityPool(3, max_tokens=1, backend=b).update(LOGITS, torch.arange(3).to("meta")),
+            ValueError,
+            "slots: .* on cpu, got",
+        ),
+        (
+            lambda b: sk.SeparabilityPool(3, max_tokens=1, backend=b).update(
+                LOGITS, torch.arange(3), torch.ones(3, dtype=torch.bool, device="meta")
+            ),
+            ValueError,
+            "accepted: .* on cpu, got",
+        ),
+        (
+            lambda b: sk.token_separability(NESTED, out=torch.empty(2), backend=b),
+            TypeError,
+            "logits: expected a dense tensor",
+        ),
+        (lambda b: sk.answer_separability(NESTED, CU, backend=b), TypeError, "logits: expected a dense tensor"),
+        (
+            lambda b: sk.SeparabilityPool(3, max_tokens=1, backend=b).update_scores(None, torch.arange(0)),
+            TypeError,
+            "scores: expected a float32 tensor",
+        ),
         (
             lambda b: sk.SeparabilityPool(3, max_tokens=1, backend=b).update(LOGITS, SPARSE_SLOTS),
             TypeError,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -58,6 +59,8 @@ def test_shards_merge_to_the_whole(backend, dtype, k, cuts, padding, form, seed)
     union = torch.cat([p.values for p in parts], dim=1).sort(dim=1, descending=True).values[:, :k]
     clean = ~x[:, :valid].isnan().any(dim=1)
     assert torch.equal(union[clean], want.values[clean])
+    rest = want.values[~clean]  # the NaN and nothing else
+    assert rest[:, 0].isnan().all() and (rest[:, 1:] == -math.inf).all()
 
 
 def _rank(rank: int, world: int, meeting: str, vocab: int, backend: str) -> None:
