@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ..orchestrator.evaluation.grading import LETTERS, is_right
+
 Kind = Literal["number", "yes/no", "word", "option"]
 KINDS: tuple[Kind, ...] = ("number", "yes/no", "word", "option")
-LETTERS = "ABCD"
 INSTRUCTIONS: dict[Kind, str] = {
     "number": "Answer each question with one number.",
     "yes/no": "Answer each question with yes or no.",
@@ -35,6 +36,11 @@ class Question:
         """What the model is asked: the text, and the choices with their letters."""
         choices = " ".join(f"({letter}) {option}" for letter, option in zip(LETTERS, self.options, strict=False))
         return f"{self.text} {choices}".rstrip()
+
+
+    def is_right(self, reply: str) -> bool:
+        """Whether the reply answers the question; an empty or ambiguous reply is wrong."""
+        return is_right("text" if self.kind == "word" else self.kind, reply, self.answers, self.options)
 
 
 def prompt_for(question: Question) -> str:

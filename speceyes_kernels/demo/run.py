@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from . import engine, grading, report, smollm2
+from . import engine, report, smollm2
 from .questions import select
 
 LOG, JSON, PNG = "vllm.log", "demo.json", "scores.png"
@@ -131,7 +131,7 @@ def run(options: Options) -> dict[str, Any]:
                 llm = engine.start(folder, gpu=gpu)
             with stages.stage("answers", "answers, drafted and scored", len(questions)) as advance:
                 drafts = engine.draft(llm, questions, k=options.k, advance=advance)
-        rows = report.graded(drafts, [grading.is_right(d.question, d.text) for d in drafts])
+        rows = report.graded(drafts, [d.question.is_right(d.text) for d in drafts])
         threshold = report.choose(rows, options.tau)
         result = report.figures(rows, threshold)
         document = _document(options, gpu, stages.seconds, rows, threshold, result)
