@@ -378,7 +378,7 @@ def test_cancelling_one_answer_leaves_the_other():
     [
         (lambda a, b: Funnel(a), "small"),
         (lambda a, b: Funnel(a, settings=FunnelSettings(mode="draft-only")), "small"),
-        (lambda a, b: Funnel(a, b, settings=FunnelSettings(mode="specreason")), "specreason"),
+        (lambda a, b: Funnel(a, b, settings=FunnelSettings(mode="specreason")), "dialect"),
         (lambda a, b: FunnelSettings(gate={"taau": 1}), "taau"),
         (lambda a, b: FunnelSettings(gate={"reject_early": True, "pool": "mean"}), "reject_early"),
         (lambda a, b: FunnelSettings(judge="off", overlap=True), "overlap"),
@@ -467,3 +467,36 @@ def test_a_hanging_engine_ends_with_its_query_only():
             return await funnel.answer(queries(2)[1])
 
     assert virtual_loop.run(main()).text == "draft q1"
+
+
+# ---- other ways ------------------------------------------------------------------------------------------------------
+def test_drafts_may_use_cheap_tools_and_specreason_proposes():
+    from speceyes_kernels.orchestrator.agents import Plain
+
+    def script(request):
+        said = request.turns[-1].text
+        if "one digit" in said:
+            return Scripted("9", 0.5)
+        if request.priority == Priority.JUDGE:
+            return Scripted("no", 1)
+        if request.turns[-1].role == "user" and "8" in said and len(request.turns) > 2:
+            return Scripted("<answer>8</answer>", 1, min_score=20, output_tokens=3)
+        call = '<tool_call>{"name": "calculator", "arguments": {"expression": "3 + 5"}}</tool_call>'
+        return Scripted(call, 2, min_score=1.0, output_tokens=9)
+
+    def both():
+        return FakeEngine(script, "L", "large"), FakeEngine(script, "S", "small")
+
+    query = [Query("What is three plus five?", id="q0")]
+    large, small = both()
+    ((when, answer),) = run(large, small, query, agent=Plain(), draft={"depth": 1})
+    assert (answer.trail.route, answer.text) == ("draft", "8")
+    (draft,) = [s for s in answer.trail.steps if s.phase == "draft"]
+    assert (draft.service_s, draft.output_tokens, draft.decision) == (3, 12, "tools") and when >= 4
+    assert len(small.calls) == 2 and draft.scores.values["min"] == 20  # the last turn's
+    large, small = both()
+    ((_, answer),) = run(large, small, query, agent=Plain(), mode="specreason")
+    assert (answer.trail.route, answer.text, answer.status) == ("specreason", "8", "ok")
+    assert len(small.calls) == 2 and all("one digit" in c.request.turns[-1].text for c in large.calls)
+    with pytest.raises(SettingsError, match="dialect"):
+        Funnel(large, small, settings=FunnelSettings(draft={"depth": 1}), agent=Loop())

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import anyio
 
+from .audit import Auditor, chosen
 from .calibration.kinds import kind_of
 from .engines.base import Engine
 from .engines.limiter import wasted_into
 from .errors import EngineClosed, EngineRefused, PictureError, RunLogError, SettingsError
+from .modes import check_agent, specreason, tool_draft
 from .phases import Calibration, Gate, direct_request, draft_request, final_text, judge_request, judged, step_of
 from .settings import FunnelSettings, Mode
 from .types import Agent, Answer, Kind, LoopResult, Priority, Query, Reply, Step, Trail, Waste
@@ -128,15 +130,16 @@ class Funnel:
         self.gate = Gate(settings.gate, calibration, large.model, "" if small is None else small.model)
         self._group: Any = None
         self._runs: set[Any] = set()
+        self.auditor = Auditor(self)
         self._seen: set[str] = set()
 
     def _check_mode(self, mode: Mode) -> None:
         if self.small is None and mode not in ("base", "tools-off"):
             raise SettingsError(f"small: expected an engine in mode {mode!r}, got None; base and tools-off need none")
-        if mode == "specreason" and not hasattr(self.agent, "speculate"):
-            raise SettingsError(
-                f"mode: 'specreason' expects an agent that speculates, got {getattr(self.agent, 'name', self.agent)!r}"
-            )
+        if mode == "specreason":
+            check_agent(self.agent, "mode 'specreason'")
+        if self.settings.draft.depth and mode == "funnel":
+            check_agent(self.agent, f"draft.depth {self.settings.draft.depth}")
 
     async def __aenter__(self) -> Funnel:
         self._group = anyio.create_task_group()
@@ -202,6 +205,8 @@ class Funnel:
             self.log.check_content(query.id, content)
             past = self.log.past.get(query.id)
             if past is not None and past.answer is not None:
+                if past.answer.trail.audit and past.audit is None:
+                    self.auditor.start(query, past.answer, content)
                 return past.answer
         journal = Journal(query, content, self.log, clock)
         try:
@@ -219,6 +224,8 @@ class Funnel:
                 observer(query, answer)
             except Exception:
                 logger.exception("an observer failed on query %s", query.id)
+        if answer.trail.audit:
+            self.auditor.start(query, answer, content)
         return answer
 
     # ---- the way of one query --------------------------------------------------------------------------------------
@@ -229,7 +236,7 @@ class Funnel:
         if mode == "tools-off":
             return await self._loop(journal, "tools-off", agent=self.direct)
         if mode == "specreason":
-            return await self._loop(journal, "specreason", agent=cast(Any, self.agent).speculate(self.small))
+            return await self._loop(journal, "specreason", agent=specreason(self.agent, cast(Engine, self.small)))
         if mode == "draft-only":
             draft = await self._draft(journal, None)
             return self._failed(journal, "draft-only") if draft is None else self._drafted(journal, draft, "draft-only")
@@ -292,6 +299,8 @@ class Funnel:
             return past[-1]
         engine, start = cast(Engine, self.small), journal.seconds
         try:
+            if self.settings.draft.depth:
+                return replace(await tool_draft(self.agent, journal.query, engine, self.settings), start_s=start)
             reply: Reply = await engine.complete(draft_request(journal.query, self.settings, early))
         except Exception as error:
             return failed_step("draft", error, engine, start, journal.seconds)
@@ -333,8 +342,11 @@ class Funnel:
 
     def _drafted(self, journal: Journal, draft: Step, route: str, *, guaranteed: bool = False) -> Answer:
         query = journal.query
+        settings = self.settings
+        # Only what a run that can drain it has accepted: a funnel that was not opened has nobody to run an audit.
+        audit = route == "draft" and self._group is not None and chosen(query.id, settings.audit.share, settings.seed)
         return Answer(
-            query.id, final_text(draft.text), journal.trail(route, guaranteed=guaranteed), raw=draft.text,
+            query.id, final_text(draft.text), journal.trail(route, guaranteed=guaranteed, audit=audit), raw=draft.text,
             kind=journal.kind or self.kind_of(query, draft.text), model=draft.model,
         )  # fmt: skip
 

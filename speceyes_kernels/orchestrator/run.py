@@ -94,8 +94,16 @@ class _Work:
             with self.scope:
                 async with anyio.create_task_group() as group:
                     await self._begin_all(group)
+                if self.problem is None:
+                    await self._drain()
         finally:
             self.end()
+
+    async def _drain(self) -> None:
+        try:
+            await self.funnel.auditor.drain()
+        except RunLogError as error:
+            self.problem = error
 
     async def _begin_all(self, group: Any) -> None:
         source = _iterate(self.queries)

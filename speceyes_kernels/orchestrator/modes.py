@@ -1,0 +1,47 @@
+"""Ways beside the paper's own: drafts that may use tools, SpecReason."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from .engines.base import Engine
+from .errors import SettingsError
+from .settings import FunnelSettings
+from .types import Agent, Priority, Query, ScoreRequest, Step
+
+
+def specreason(agent: Agent, small: Engine) -> Agent:
+    """The agent whose steps the small model proposes."""
+    from .agents.specreason import SpecReason
+
+    return SpecReason(cast(Any, agent), small)
+
+
+def check_agent(agent: Agent, why: str) -> None:
+    """
+    Raises
+    ------
+    SettingsError
+        The agent is not an ``agents.Loop``, which alone can be taken apart into steps and cheap tools.
+    """
+    if not hasattr(agent, "dialect"):
+        raise SettingsError(f"agent: {why} expects an agent with a dialect (agents.Loop), got {agent.name!r}")
+
+
+async def tool_draft(agent: Agent, query: Query, small: Engine, settings: FunnelSettings) -> Step:
+    """A draft of at most ``depth`` cheap tool calls; the gate judges its last turn. Its times are of all its steps."""
+    gate = settings.gate
+    result = await cast(Any, agent).run(
+        query, small, steps=settings.draft.depth + 1, priority=Priority.DRAFT, affinity=query.id, cheap_only=True,
+        score=ScoreRequest(gate.k, gate.pools, None, gate.strict, False, gate.span),
+    )  # fmt: skip
+    steps: tuple[Step, ...] = result.steps
+    last = steps[-1] if steps else Step("draft")
+    return Step(
+        "draft", "tools" if len(steps) > 1 else "stop", result.text, last.scores,
+        sum(s.prompt_tokens for s in steps), sum(s.output_tokens for s in steps),
+        queued_s=sum(s.queued_s for s in steps), service_s=sum(s.service_s for s in steps),
+        share_s=sum(s.share_s for s in steps), running=last.running, tool_s=sum(s.tool_s for s in steps),
+        model=small.model, replica=last.replica, attempts=max((s.attempts for s in steps), default=1),
+        tool=last.tool, error=result.error,
+    )  # fmt: skip
