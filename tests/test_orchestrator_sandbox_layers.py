@@ -1,8 +1,9 @@
-"""Each step of the sandbox's isolation taken out in turn: the self-test must notice. And the filter, call by call."""
+"""Each step of the sandbox's isolation taken out in turn: the self-test must notice. Refusing; the filter, call by call."""
 
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 import struct
 import sys
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from sandbox_support import LAUNCHER_FOLDER, call, refuses, sandbox
+from sandbox_support import LAUNCHER_FOLDER, LIMITS, WAYS, call, refuses, sandbox
 
 from speceyes_kernels.orchestrator.tools.sandbox import host, seccomp
 
@@ -109,6 +110,75 @@ def test_a_missing_step_is_noticed(
                 await copied(way, copy).run("print(1)")
 
     call(main)
+
+
+# ---- refusing --------------------------------------------------------------------------------------------------------
+
+
+@linux
+@pytest.mark.parametrize("way", WAYS)
+def test_a_start_that_fails_after_the_self_test_is_refused_too(way: str, tmp_path: Path) -> None:
+    """Isolation is no matter of the first time only: a later launcher that cannot isolate runs nothing."""
+    launcher = tmp_path / "launcher.py"
+    launcher.write_text(
+        f"import sys\nsys.path.insert(0, {str(LAUNCHER_FOLDER)!r})\nimport isolate\n"
+        "def no(settings, *given): raise OSError(28, 'no room for another namespace')\n"
+        "isolate.WAYS = {way: (no, no) for way in isolate.WAYS}\nisolate.main()\n"
+    )
+
+    async def main() -> None:
+        box = sandbox(way, LIMITS)
+        if await refuses(box, tmp_path):
+            return
+        box._launcher = str(launcher)
+        with pytest.raises(host.SandboxUnavailable, match=f"no code is run: {way}: no room for another namespace"):
+            await box.run("print(1)")
+
+    call(main)
+
+
+@linux
+def test_where_nothing_isolates_no_code_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that refuses every namespace, by a launcher whose system calls fail: all ways fail, each is named."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    launcher = tmp_path / "launcher.py"
+    launcher.write_text(
+        f"import sys\nsys.path.insert(0, {str(LAUNCHER_FOLDER)!r})\nimport isolate\n"
+        "def no(*given): raise OSError(1, 'namespaces are forbidden here')\nisolate.unshare = no\nisolate.main()\n"
+    )
+
+    async def main() -> None:
+        box = host.Sandbox()
+        box._launcher = str(launcher)
+        with pytest.raises(host.SandboxUnavailable) as refusal:
+            await box.run("print(1)")
+        text = str(refusal.value)
+        assert "user: namespaces are forbidden here" in text and "bubblewrap: there is no bwrap on the path" in text
+        assert (
+            "root: namespaces are forbidden here" if os.geteuid() == 0 else "root: this process is not root"
+        ) in text
+
+    call(main)
+
+
+def test_wrong_arguments_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"ways is \['docker'\]; expected some of root, user, bubblewrap"):
+        host.Sandbox(ways=["docker"])
+    with pytest.raises(ValueError, match=r"Limits\.cpu_s is 0; expected a number above 0"):
+        host.Limits(cpu_s=0)
+    with pytest.raises(ValueError, match="5 bytes for 1 x 2 RGB pixels"):
+        host.Pixels(1, 2, bytes(5))
+
+
+@pytest.mark.parametrize("folder", ["/", "/sandbox/packages"])
+def test_a_library_folder_that_shows_the_disk_or_hides_itself_is_refused(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from speceyes_kernels.orchestrator.tools.sandbox import isolate
+
+    monkeypatch.setattr(os.path, "isdir", lambda path: True)
+    with pytest.raises(OSError, match="it would show the whole disk, or be hidden"):
+        isolate.libraries({"libraries": [folder]})
 
 
 # ---- the filter as a program -----------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 A frame is one byte of kind, four bytes of length (little endian), and the content: ``O`` printed text, ``P`` a picture as
 width, height (uint32 each) and RGB bytes, ``R`` a result (JSON), ``X`` a refusal. From the host: ``P`` pictures and ``C``
-code (JSON: code, names of the pictures before it). What is sent is never pickled: the host trusts no byte of it.
+code (JSON: code, names of the pictures before it). A result says first that the code may come. What is sent is never pickled: the host trusts no byte of it.
 """
 
 from __future__ import annotations
@@ -196,6 +196,7 @@ def main(settings: dict[str, Any], alive: int) -> None:
 def _serve(settings: dict[str, Any]) -> None:
     sys.stdin = io.StringIO()
     sys.stdout = sys.stderr = io.TextIOWrapper(io.BufferedWriter(_Printed()), "utf-8", "replace", line_buffering=True)
+    send(_OUT, b"R", b'{"ready": true}')
     names: dict[str, Any] = {"__name__": "__main__", "__builtins__": __builtins__}
     pictures: list[bytearray] = []
     while True:

@@ -33,6 +33,7 @@ __all__ = ["Limits", "Output", "Pixels", "Sandbox", "SandboxUnavailable", "Sessi
 
 _LAUNCHER = str(Path(__file__).with_name("isolate.py"))
 _WAYS = ("root", "user", "bubblewrap")
+_START_S = 60.0
 
 
 class SandboxUnavailable(RuntimeError):
@@ -109,14 +110,28 @@ class Sandbox:
         return self.way
 
     async def open(self) -> Session:
-        """Start an isolated process.
+        """Start an isolated process and wait until it takes code.
 
         Raises
         ------
         SandboxUnavailable
-            As `check`.
+            As `check`, and when this process could not be isolated.
         """
-        return await self._start(await self.check())
+        way = await self.check()
+        session = await self._start(way)
+        problem: str | None = f"it did not start within {_START_S:g} s"
+        try:
+            with anyio.move_on_after(_START_S):
+                await session.result()
+                problem = None
+        except Ended as end:
+            problem = str(end)
+        finally:
+            if problem is not None:
+                await session.aclose()
+        if problem is not None:
+            raise SandboxUnavailable(f"no code is run: {way}: {problem}")
+        return session
 
     async def run(self, code: str, pictures: Mapping[str, Pixels] | None = None) -> Output:
         """Run code in a process of its own.
@@ -171,7 +186,7 @@ class Sandbox:
             with _bait() as bait:
                 session = await self._start(way, bait)
                 try:
-                    with anyio.fail_after(max(30.0, self.limits.wall_s)):
+                    with anyio.fail_after(_START_S):
                         result = await session.result()
                 finally:
                     await session.aclose()

@@ -24,7 +24,7 @@ class Limits:
     Attributes
     ----------
     wall_s : float
-        Seconds of one call, its pictures' way in and out included.
+        Seconds of one call, its pictures' way in and out included; the start of the process is not.
     cpu_s : int
         Seconds of CPU time of a session.
     session_s : float
