@@ -137,6 +137,15 @@ std::vector<int64_t> draft_cache_stats(int64_t handle) {
           s.table_bytes, s.nodes, s.proposed, s.accepted, s.verified, s.judged};
 }
 
+std::vector<int64_t> draft_cache_by_source(int64_t handle) {
+  const auto c = caches().get(handle);
+  std::lock_guard<std::mutex> guard(c->lock);
+  const auto& s = c->cache.by_source();
+  std::vector<int64_t> out(std::begin(s.proposed), std::end(s.proposed));
+  out.insert(out.end(), std::begin(s.accepted), std::end(s.accepted));
+  return out;
+}
+
 }  // namespace
 }  // namespace speceyes::binding
 
@@ -154,6 +163,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(speceyes, m) {
       "int token_budget, float intensity, float slope, float alpha, float gmin, bool algorithm2, int threads, "
       "Tensor(a!) tokens, Tensor(b!) lengths, Tensor(c!) survival) -> ()");
   m.def("draft_cache_stats(int cache) -> int[]");
+  m.def("draft_cache_by_source(int cache) -> int[]");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(speceyes, CompositeExplicitAutograd, m) {
@@ -166,4 +176,5 @@ STABLE_TORCH_LIBRARY_IMPL(speceyes, CompositeExplicitAutograd, m) {
   m.impl("draft_cache_forget", TORCH_BOX(&draft_cache_forget));
   m.impl("draft_cache_propose", TORCH_BOX(&draft_cache_propose));
   m.impl("draft_cache_stats", TORCH_BOX(&draft_cache_stats));
+  m.impl("draft_cache_by_source", TORCH_BOX(&draft_cache_by_source));
 }

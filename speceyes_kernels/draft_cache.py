@@ -304,6 +304,13 @@ class DraftCache:
         (the estimator's fixed tables), nodes, proposed and accepted draft tokens, verified positions, positions judged in order to propose."""
         return dict(zip(_STATS, self._ops.draft_cache_stats(self._handle), strict=True))
 
+    def by_source(self) -> dict[str, tuple[int, int]]:
+        """(proposed, accepted) draft tokens by the level of the longest match that they continued: L this rollout, Q same
+        query, A same agent, G all (ties: the first of these; with ``strict_isolation`` Q stands for the one cache). Since
+        the cache was made; not saved."""
+        counts = self._ops.draft_cache_by_source(self._handle)
+        return {level: (counts[i], counts[i + 4]) for i, level in enumerate("LQAG")}
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes what the cache holds and has learned to a file; requests go on meanwhile.
 

@@ -120,6 +120,8 @@ class DraftCacheMachine(RuleBasedStateMachine):
         assert stats["tokens"] == self.plain.tokens
         assert stats["tokens"] <= self.plain.max_tokens
         assert stats["ended_responses"] == len(self.plain.ended)
+        sources = self.ours.by_source().values()
+        assert stats["proposed"] == sum(p for p, _ in sources) and stats["accepted"] == sum(a for _, a in sources)
         if not self.running and not self.plain.ended:
             assert stats["nodes"] == 0
 
@@ -220,6 +222,22 @@ def test_a_request_that_is_stopped_and_resumed_keeps_what_it_said():
     fresh.start("r", [9, 9, 1, 2, 3, 1, 2], agent_id=1, query_id=1)
     a, b = (c.propose(["r"], max_draft_tokens=4) for c in (cache, fresh))
     assert a.tokens[0].tolist() == b.tokens[0].tolist() == [3, 1, 2, 3]
+
+
+@pytest.mark.parametrize("estimator", ["mixer", "counts"])
+def test_drafts_are_counted_by_the_level_of_the_longest_match(estimator):
+    """Behind 1 to 4 the agent's other query has said 5 6 7; behind 7 only another agent has said anything: 8."""
+    cache = DraftCache(estimator=estimator, policy=None, infer_scopes=False)
+    for agent, query, said in ((0, 0, [1, 2, 3, 4, 5, 6, 7]), (1, 0, [6, 7, 8, 9])):
+        cache.start("past", [], agent_id=agent, query_id=query)
+        cache.stop("past", said)
+    cache.start("a", [], agent_id=0, query_id=1)
+    cache.extend(["a"], [[1, 2, 3, 4]])
+    drafts = cache.propose(["a"], max_draft_tokens=5)
+    assert drafts.tokens[0, : int(drafts.lengths[0])].tolist() == [5, 6, 7, 8, 9]
+    cache.propose(["a"], max_draft_tokens=5)  # asked twice: counted twice, like stats()
+    cache.extend(["a"], [[5, 6, 7, 8, 1]])
+    assert cache.by_source() == {"L": (0, 0), "Q": (0, 0), "A": (6, 3), "G": (4, 1)}
 
 
 def test_budget_takes_the_best_positions_of_the_batch():

@@ -14,7 +14,7 @@ import vllm_support
 from speceyes_kernels.vllm import AgentSpecProposer, DraftOptionError, drafting_options
 from speceyes_kernels.vllm.draft_options import parse_draft_options, proposes
 from speceyes_kernels.vllm.draft_stats import DraftCollector, Histogram, drafting_stats_async
-from speceyes_kernels.vllm.worker_extension import GateUnsupported, attach_drafter
+from speceyes_kernels.vllm.worker_extension import GateUnsupported, GateWorker, attach_drafter
 
 pytestmark = pytest.mark.vllm
 ROWS, MAX_LEN, BATCHED = 8, 64, 256
@@ -177,11 +177,12 @@ def test_figures() -> None:
     drafts = runner.step({"a": [1], "b": [4]})
     assert drafts == {"a": [2, 3], "b": [5, 6]}
     runner.step({"a": [2, 3, 1], "b": [5, 4]}, drafted={"a": 2, "b": 2})
-    runner.step({"a": [2]}, drafted={"a": 1})  # one draft token of a dropped by the scheduler, the rest wrong
+    runner.step({"a": [9]}, drafted={"a": 1})  # one draft token of a dropped by the scheduler, the rest wrong
     found = runner.proposer.figures()
     assert {n: found[n] for n in ("steps", "verified", "accepted", "rejected", "faults")} == {
         "steps": 3, "verified": 5, "accepted": 3, "rejected": 2, "faults": 0,
     }  # fmt: skip
+    assert sum(p for p, _ in found["sources"].values()) == found["proposed"] and found["sources"]["rollout"][1] == 3
     assert found["proposed"] == found["draft_lengths"]["sum"] >= 6 and sum(found["draft_lengths"]["counts"]) == 5
     assert sum(found["propose_us"]["counts"]) == sum(found["update_us"]["counts"]) == 3
     assert found["propose_us"]["sum"] > 0 and found["cache"]["tokens"] > 30 and found["cost"]["intensity"] == 256
@@ -292,6 +293,23 @@ def test_a_runner_of_another_vllm_is_refused() -> None:
         AgentSpecProposer(config()).propose([[1]], np.zeros(1), np.zeros((1, 4)))
 
 
+def test_engines_older_than_the_extension_keep_their_runner() -> None:
+    """vLLM mixes it into the worker class of the whole process."""
+
+    class Base:
+        vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(worker_extension_cls=None))
+
+    class Worker(Base):
+        model_runner: Any
+
+    old = Worker()
+    old.model_runner = "old"
+    Worker.__bases__ += (GateWorker,)
+    new = Worker()
+    new.model_runner = "new"
+    assert (old.model_runner, new.model_runner) == ("old", "new")
+
+
 def test_a_cache_file_is_started_from(tmp_path: Any) -> None:
     runner = Runner(infer_scopes=False)
     runner.add("a", [1, 2])
@@ -329,6 +347,7 @@ def test_histograms_and_prometheus() -> None:
         assert shown("proposed_total") == figures["proposed"] > 0
         assert shown("cached_tokens") == figures["cache"]["tokens"]
         assert shown("evicted_tokens_total") == 0
+        assert shown("source_proposed_total", source="rollout") == figures["proposed"]
         assert shown("length_tokens_bucket", le="+Inf") == shown("length_tokens_count") == 1
         assert shown("length_tokens_bucket", le="4.0") == (figures["proposed"] <= 4)
         assert shown("propose_microseconds_sum") == figures["propose_us"]["sum"]

@@ -1,4 +1,4 @@
-"""The draft proposer in real engines: greedy equality under preemption and aborts, AsyncLLM, metrics."""
+"""The draft proposer in real engines: greedy equality under preemption and aborts, sampling, AsyncLLM, metrics."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import vllm_support
+from chi_squared import goodness, homogeneity
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 ROOT = Path(__file__).resolve().parents[1]
+UNLIKELY = 1e-4  # seeds are fixed: an honest sampler passes every time, or never
 
 
 def scenario(out: Path, *arguments: str) -> dict[str, Any]:
@@ -29,7 +31,7 @@ def scenario(out: Path, *arguments: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return scenario(tmp_path_factory.mktemp("proposer") / "out.json", "greedy", "async_llm")
+    return scenario(tmp_path_factory.mktemp("proposer") / "out.json")
 
 
 def part(results: dict[str, Any], name: str) -> dict[str, Any]:
@@ -97,6 +99,35 @@ def test_greedy_output_is_plain_decodings_in_the_long_run(tmp_path: Path) -> Non
     found = part(scenario(tmp_path / "out.json", *arguments), "greedy")
     check_greedy(found)
     check_drafting(found)
+
+
+def behind_first(found: dict[str, Any], samples: str) -> list[list[int]]:
+    """Samples with the same prefix: the prompt and its likeliest first token."""
+    return [row for row in found[samples] if row[0] == found["first"]]
+
+
+def test_sampled_tokens_are_plain_samplings(results: dict[str, Any]) -> None:
+    """Seeded, at temperature 0.8, one forced draft token: accepted or recovered, then bonus."""
+    found = part(results, "sampling")
+    assert found["verified"] == found["asked"]  # one draft token each, all verified
+    for name, most in (("drafted", 0.9), ("bonus", 1.0)):
+        rows, draft, exact = behind_first(found[name], "honest"), found[name]["forced"], found[name]["exact"]
+        accepted = [row for row in rows if row[1] == draft]
+        assert len(rows) > 100 and 0.05 * len(rows) < len(accepted) < most * len(rows)
+        chance, bins = goodness([row[1] for row in rows], exact[0])
+        print(f"{name}: {len(rows)} drafted positions in {bins} bins: p = {chance:.3f}")
+        assert chance > UNLIKELY and (bins >= 6 or name == "bonus")
+        if name == "bonus":
+            chance, bins = goodness([row[2] for row in accepted], exact[1])
+            print(f"{name}: {len(accepted)} bonus positions in {bins} bins: p = {chance:.3f}")
+            assert chance > UNLIKELY and bins >= 6
+
+
+def test_a_sampler_that_accepts_everything_is_found_out(results: dict[str, Any]) -> None:
+    found = part(results, "sampling")["drafted"]
+    drafted, honest = ([row[1] for row in behind_first(found, kind)] for kind in ("always", "honest"))
+    assert goodness(drafted, found["exact"][0])[0] < 1e-12
+    assert homogeneity(drafted, honest)[0] < 1e-12
 
 
 def test_async_engine(results: dict[str, Any]) -> None:

@@ -21,12 +21,13 @@ from speceyes_kernels.vllm import AgentSpecProposer, drafting_options, drafting_
 
 PROPOSER = "speceyes_kernels.vllm.AgentSpecProposer"
 STRUCTURE = "[[('```','```'),('<tool_call>','</tool_call>')],[('{','}')]]"
-#: Prompts longer than a KV block, which is then computed once; the first token behind each is almost certain. Behind the
+#: Prompts two tokens and more longer than a KV block, which is then computed once (behind a prompt that is one token
+#: longer vLLM verifies a placeholder); the first token behind each is almost certain. Behind the
 #: first prompt the draft is one of many likely words, behind the second the word after the draft is.
 FORCED = {
     "drafted": (
         "The colour red is nice. The colour blue is nice. The colour green is nice. The colour black is nice. I really like "
-        "them all very much. The", " white",
+        "them all, each of them very much. The", " white",
     ),
     "bonus": (
         "At home I like red and I like blue and I like green and I like black and I like white and I like pink and I like gold "
@@ -141,8 +142,7 @@ def staggered(llm: Any, work: list[tuple[str, Any]], aborted: frozenset[int], fi
 
 def greedy(count: int, tokens: int) -> dict[str, Any]:
     aborted = frozenset(range(2, count, 9))
-    plain = engine(max_num_seqs=64)
-    want = staggered(plain, jobs(count, tokens, False), aborted, count)
+    want = staggered(engine(max_num_seqs=64), jobs(count, tokens, False), aborted, count)
     # 13 blocks of 32 tokens for eight requests of up to three: some must give way and come back.
     tight = engine(max_num_seqs=8, num_gpu_blocks_override=13, enable_prefix_caching=False, **speculative())
     got = staggered(tight, jobs(count, tokens, True), aborted, 6)
@@ -172,7 +172,7 @@ def sampling(count: int) -> dict[str, Any]:
     forced = {name: tokenizer.encode(word)[0] for name, (_, word) in FORCED.items()}
     drafter = llm.llm_engine.model_executor.driver_worker.worker.model_runner.drafter
     drafter.drafts = {len(ids[name]): forced[name] for name in FORCED}
-    assert len(drafter.drafts) == len(FORCED) and min(drafter.drafts) > 32
+    assert len(drafter.drafts) == len(FORCED) and min(drafter.drafts) > 33
 
     def run(count: int) -> tuple[dict[str, list[list[int]]], float]:
         before = metrics(llm).get("vllm:spec_decode_num_draft_tokens", 0)

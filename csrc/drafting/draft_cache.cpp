@@ -171,9 +171,12 @@ void DraftCache::learn(Live& r, const Token* tokens, int64_t n) {
   const int64_t learnable = std::min<int64_t>({known, right + 1, int64_t(r.judged.size())});
   for (int64_t i = 0; i < learnable; i++) estimator_.learn(r.judged[size_t(i)], tokens[i]);
   if (n > 0) r.run = right == n ? r.run + int(right) : 0;
-  stats_.accepted += std::min<int64_t>(right, r.sent);
+  const int64_t accepted = std::min<int64_t>(right, r.sent);
+  for (int64_t i = 0; i < accepted; i++) by_source_.accepted[r.source[size_t(i)]]++;
+  stats_.accepted += accepted;
   stats_.verified += std::min<int64_t>(r.sent, n);
   r.drafted.clear();
+  r.source.clear();
   r.judged.clear();
   r.sent = 0;
 }

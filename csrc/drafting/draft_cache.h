@@ -34,6 +34,11 @@ struct CacheStats {
   int64_t judged = 0;  // positions looked at to propose
 };
 
+// Draft tokens by the level of the longest match that they continued (ties: the lower level), since the cache was made.
+struct SourceStats {
+  int64_t proposed[kSources] = {}, accepted[kSources] = {};
+};
+
 enum class Policy : int { kAll = 0, kSurvival = 1, kAgentSpec = 2 };
 
 struct Proposal {
@@ -76,6 +81,7 @@ class DraftCache {
   bool propose(const Proposal& p);
 
   CacheStats stats() const;
+  const SourceStats& by_source() const { return by_source_; }
 
   // Persistence (draft_cache_image.cpp). The image has live requests as if they ended now, in the order of their starts;
   // drafts, statistics, order of time and of eviction are in it. Loading it into an empty cache gives them back; of more
@@ -107,6 +113,7 @@ class DraftCache {
     uint64_t order = 0, batch = 0;
     int32_t sent = 0;              // of `drafted`; the others were only judged
     std::vector<Token> drafted;
+    std::vector<uint8_t> source;   // of each of `drafted`: the level of the longest match
     std::vector<Position> judged;  // empty with counts_only
   };
   using TreeKey = std::array<int64_t, 4>;  // level, agent, query, block; 0 where the level does not tell them apart
@@ -207,6 +214,7 @@ class DraftCache {
   std::vector<int32_t> taken_;
   std::vector<GrowTo> wanted_;
   CacheStats stats_;
+  SourceStats by_source_;
 };
 
 }  // namespace speceyes::drafting

@@ -165,6 +165,7 @@ void DraftCache::grow(Batch& b, int32_t row, int32_t length, uint64_t key) {
     const Token token = position.best.token;
     if (p.policy == Policy::kAgentSpec) note_agreement(c, token);
     r.drafted.push_back(token);
+    r.source.push_back(uint8_t(options_.counts_only ? c.decides : longest(c)));
     c.judged++;
     c.alive *= position.best.p;
     if (c.judged > c.cap || c.alive < p.min_survival) {
@@ -239,6 +240,7 @@ bool DraftCache::propose(const Proposal& p) {
   for (size_t b = 0; b < rows; b++) {
     Chain& c = chains_[b];
     c.live->drafted.clear();
+    c.live->source.clear();
     c.live->judged.clear();
     c.cap = p.caps == nullptr ? p.most : std::clamp(p.caps[b], 0, p.most);
     c.judged = 0;
@@ -281,6 +283,8 @@ bool DraftCache::propose(const Proposal& p) {
     r.sent = p.lengths[b] = taken_[b];
     r.drafted.resize(std::min(r.drafted.size(), size_t(r.sent) + (options_.counts_only ? 0 : 1)));
     r.judged.resize(std::min(r.judged.size(), size_t(r.sent) + 1));
+    r.source.resize(r.drafted.size());
+    for (int32_t i = 0; i < r.sent; i++) by_source_.proposed[r.source[size_t(i)]]++;
     stats_.proposed += r.sent;
     stats_.judged += chains_[b].judged;
   }

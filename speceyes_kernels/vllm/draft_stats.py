@@ -10,6 +10,8 @@ from typing import Any
 LENGTHS = (0, 1, 2, 4, 8, 16, 32, 64, 128)
 MICROSECONDS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 PREFIX = "vllm:speceyes_draft"
+#: Names of the cache's levels (`DraftCache.by_source`) on ``/metrics``.
+SOURCES = {"L": "rollout", "Q": "query", "A": "agent", "G": "all"}
 
 
 class Histogram:
@@ -48,14 +50,20 @@ class DraftStats:
         self.accepted += right
         self.rejected += drafted - right
 
-    def as_dict(self, cache: Mapping[str, int], cost: Mapping[str, float | None]) -> dict[str, Any]:
-        """All figures; ``cache`` and ``cost`` are the cache's and the cost model's."""
+    def as_dict(
+        self,
+        cache: Mapping[str, int],
+        sources: Mapping[str, tuple[int, int]],
+        cost: Mapping[str, float | None],
+    ) -> dict[str, Any]:
+        """All figures; ``cache``, ``sources`` and ``cost`` are the cache's and the cost model's."""
         return {
             **{name: getattr(self, name) for name in self.COUNTERS},
             "draft_lengths": self.lengths.as_dict(),
             "propose_us": self.propose_us.as_dict(),
             "update_us": self.update_us.as_dict(),
             "cache": dict(cache),
+            "sources": {SOURCES[level]: list(counts) for level, counts in sources.items()},
             "cost": dict(cost),
         }
 
@@ -115,6 +123,14 @@ class DraftCollector:
             family = CounterMetricFamily(f"{PREFIX}_{name}", text, labels=["engine"])
             for engine, f in enumerate(self.figures):
                 family.add_metric([str(engine)], f[name])
+            yield family
+        for at, name in enumerate(("proposed", "accepted")):
+            family = CounterMetricFamily(
+                f"{PREFIX}_source_{name}", f"Draft tokens {name}, by the level of the match.", labels=["engine", "source"]
+            )
+            for engine, f in enumerate(self.figures):
+                for source, counts in f["sources"].items():
+                    family.add_metric([str(engine), source], counts[at])
             yield family
         for key, (name, kind, text) in _CACHE.items():
             make = CounterMetricFamily if kind == "counter" else GaugeMetricFamily

@@ -131,7 +131,7 @@ class AgentSpecProposer:
         """Counters, sizes and the cost model (see `DraftStats`)."""
         cost = self.cache.cost
         fitted = {"slope": cost.slope, "seconds": cost.seconds, "intensity": cost.intensity}
-        return self.stats.as_dict(self.cache.stats(), fitted)
+        return self.stats.as_dict(self.cache.stats(), self.cache.by_source(), fitted)
 
     # ---- called by the runner ----------------------------------------------------------------------------------------
     def propose(

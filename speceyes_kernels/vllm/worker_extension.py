@@ -184,16 +184,17 @@ class GateWorker:
     """Worker extension. Its methods are called through ``collective_rpc``; all state hangs on the worker.
 
     ``model_runner`` is a property so that the gate attaches at the moment the worker gets its runner, before any
-    request: an engine that can't be scored fails to start.
+    request: an engine that can't be scored fails to start. vLLM adds this class to the bases of its worker's class, so
+    workers of the process that are older than that have the property too: it keeps the attribute where they have it.
     """
 
     @property
     def model_runner(self) -> Any:
-        return self.__dict__.get("_speceyes_runner")
+        return self.__dict__.get("model_runner")
 
     @model_runner.setter
     def model_runner(self, runner: Any) -> None:
-        self.__dict__["_speceyes_runner"] = runner
+        self.__dict__["model_runner"] = runner
         config = self.vllm_config  # type: ignore[attr-defined]
         if runner is None or not asked_for(config):
             return
