@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from sandbox_support import LAUNCHER_FOLDER, LIMITS, WAYS, call, refuses, sandbox
 
-from speceyes_kernels.orchestrator.tools.sandbox import host, seccomp
+from speceyes_kernels.orchestrator.tools.sandbox import host, isolate, seccomp
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the sandbox needs Linux")
 
@@ -161,6 +161,41 @@ def test_where_nothing_isolates_no_code_is_run(tmp_path: Path, monkeypatch: pyte
     call(main)
 
 
+@pytest.mark.parametrize(
+    ("ranges", "uids"),
+    [
+        ([(0, 2**32 - 1)], {0x70000000 + 7}),  # the whole of the ids: one of its own
+        ([(0, 65536)], {65535 - 7}),  # a container's
+        ([(0, 1), (1, 65536)], {65536 - 7}),
+        ([(0, 2)], {1}),
+        ([(0, 1), (1000, 1)], {1000}),
+        ([(5, 3)], {6}),
+    ],
+)
+def test_a_uid_is_found_among_those_that_are_mapped(ranges: list[tuple[int, int]], uids: set[int]) -> None:
+    assert isolate.uid_within(ranges, 7) in uids
+    for pid in range(1, 9000):
+        uid = isolate.uid_within(ranges, pid)
+        assert uid != 0 and any(first <= uid < first + count for first, count in ranges)
+
+
+def test_without_an_unprivileged_uid_it_is_said() -> None:
+    with pytest.raises(OSError, match="the only uid mapped here is root's"):
+        isolate.uid_within([(0, 1)], 7)
+
+
+def test_the_folders_of_numpy_and_pillow_are_shown_wherever_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "numpy").mkdir()
+    (tmp_path / "numpy" / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "numpy")
+    folders = host.package_folders()
+    assert str(tmp_path) in folders and len(folders) == len(set(folders))
+    assert any((Path(folder) / "PIL").is_dir() for folder in folders)
+
+
 def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match=r"ways is \['docker'\]; expected some of root, user, bubblewrap"):
         host.Sandbox(ways=["docker"])
@@ -174,8 +209,6 @@ def test_wrong_arguments_are_refused() -> None:
 def test_a_library_folder_that_shows_the_disk_or_hides_itself_is_refused(
     folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from speceyes_kernels.orchestrator.tools.sandbox import isolate
-
     monkeypatch.setattr(os.path, "isdir", lambda path: True)
     with pytest.raises(OSError, match="it would show the whole disk, or be hidden"):
         isolate.libraries({"libraries": [folder]})

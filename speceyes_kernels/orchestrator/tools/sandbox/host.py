@@ -10,6 +10,7 @@ kernel: code of hostile users belongs in a virtual machine.
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import json
 import os
 import shutil
@@ -40,6 +41,17 @@ class SandboxUnavailable(RuntimeError):
     """No isolation works on this machine, so no code is run; the message names what each way lacks."""
 
 
+def package_folders() -> list[str]:
+    """This interpreter's site-packages, and the folders that numpy and Pillow are in where that is another."""
+    paths = sysconfig.get_paths()
+    folders = [paths["purelib"], paths["platlib"]]
+    for name in ("numpy", "PIL"):
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.origin is not None:
+            folders.append(str(Path(spec.origin).parents[1]))
+    return list(dict.fromkeys(folders))
+
+
 class Sandbox:
     """Isolated processes for code.
 
@@ -47,7 +59,7 @@ class Sandbox:
     ----------
     limits : Limits, optional
     libraries : sequence of str, optional
-        Folders of packages that the code may import, shown read-only. Default: this interpreter's site-packages.
+        Folders of packages that the code may import, shown read-only. Default: `package_folders`.
     ways : sequence of str
         Ways of isolation in the order in which they are tried: ``"root"``, ``"user"``, ``"bubblewrap"``.
     python : str
@@ -70,8 +82,7 @@ class Sandbox:
         if unknown or not ways:
             raise ValueError(f"ways is {list(ways)!r}; expected some of {', '.join(_WAYS)}")
         self.limits = limits or Limits()
-        paths = sysconfig.get_paths()
-        self.libraries = list(dict.fromkeys((paths["purelib"], paths["platlib"]) if libraries is None else libraries))
+        self.libraries = package_folders() if libraries is None else list(dict.fromkeys(libraries))
         self.ways = tuple(ways)
         self.python = python
         self.way: str | None = None

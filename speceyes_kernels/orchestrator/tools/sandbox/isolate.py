@@ -154,14 +154,19 @@ def build_view(settings: dict[str, Any], uid: int) -> None:
 def own_uid() -> int:
     """An unprivileged uid that no other sandbox has, within the ids that this user namespace maps."""
     with open("/proc/self/uid_map") as file:
-        ranges = [(int(row.split()[0]), int(row.split()[2])) for row in file]
-    wanted = _FIRST_UID + os.getpid()
+        return uid_within([(int(row.split()[0]), int(row.split()[2])) for row in file], os.getpid())
+
+
+def uid_within(ranges: list[tuple[int, int]], pid: int) -> int:
+    """``_FIRST_UID + pid`` where it is mapped, else one of the last 4,096 of the highest range; never 0."""
+    wanted = _FIRST_UID + pid
     if any(first <= wanted < first + count for first, count in ranges):
         return wanted
     first, count = max(ranges)
-    if first + count - 1 < 1:
+    first, count = (1, count - 1) if first == 0 else (first, count)
+    if count < 1:
         raise OSError(errno.EPERM, "the only uid mapped here is root's: no unprivileged uid to become")
-    return first + count - 1 - os.getpid() % min(4096, count - 1)
+    return first + count - 1 - pid % min(4096, count)
 
 
 def become(uid: int) -> None:
@@ -227,8 +232,8 @@ def launch(settings: dict[str, Any]) -> int:
     try:
         if enter is not None:
             enter(settings)
-    except OSError as problem:
-        child.refuse(f"{problem.strerror or problem}")
+    except Exception as problem:
+        child.refuse(str(getattr(problem, "strerror", None) or f"{type(problem).__name__}: {problem}"))
         return EXIT_REFUSED
     alive, held = os.pipe()  # the write end stays with the launcher: the child sees it close
     pid = os.fork()
