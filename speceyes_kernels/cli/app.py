@@ -53,6 +53,9 @@ _subcommand(
     "Replay recorded agent rollouts against drafters: ours, Arctic Inference's suffix cache, ngram.",
     "tokenizers, rich and matplotlib; in a checkout `make install` brings all of it",
 )
+_ORCHESTRATOR = "the extra orchestrator: pip install 'speceyes_kernels[cli,orchestrator]'"
+_subcommand("run", "Answer questions by judge, draft, gate and tool loop over two models.", _ORCHESTRATOR)
+_subcommand("show-config", "Show every setting of the funnel, its value, and where that comes from.", _ORCHESTRATOR)
 
 
 @app.callback()

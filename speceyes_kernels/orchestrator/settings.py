@@ -129,3 +129,12 @@ class FunnelSettings(Section):
         if self.mode == "specreason" and self.barrier:
             raise ValueError("barrier: expected mode 'funnel' or 'base', got 'specreason'")
         return self
+
+
+class SpeceyesSettings(Section):
+    """Everything that `speceyes run` needs: both engines, the funnel, the agent."""
+
+    large: EngineSettings
+    small: EngineSettings | None = None
+    agent: Literal["deepeyes", "thyme", "plain", "direct"] = "deepeyes"
+    funnel: FunnelSettings = FunnelSettings()

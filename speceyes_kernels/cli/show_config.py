@@ -1,0 +1,27 @@
+"""``speceyes show-config``: every setting, its value, and where that comes from."""
+
+from __future__ import annotations
+
+import sys
+
+from ._settings import Config, Large, Mode, Set, Small, Tau, load
+
+
+def show_config(
+    config: Config = None,
+    large: Large = None,
+    small: Small = None,
+    tau: Tau = None,
+    mode: Mode = None,
+    set_: Set = None,
+) -> None:
+    """Show every setting with its value and source; secrets are masked."""
+    from ..orchestrator.errors import OrchestratorError
+
+    try:
+        loaded = load(config, large, small, tau, mode, set_)
+    except OrchestratorError as error:
+        sys.exit(f"speceyes show-config: {error}")
+    width = max(len(s.key) for s in loaded.values)
+    for setting in loaded.values:
+        print(f"{setting.key:<{width}}  {setting.value!s:<24}  {setting.source}")

@@ -1,0 +1,199 @@
+"""From settings and a file of questions to a run folder: what `speceyes run` does."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from .. import __version__
+from .account import CostAccount, Figures
+from .agents import DeepEyes, Plain, Thyme
+from .config import header
+from .engines.base import Engine
+from .engines.build import build_engine
+from .errors import SettingsError
+from .evaluation import load_jsonl
+from .funnel import Funnel
+from .images import Picture
+from .runlog import RunLog
+from .settings import SpeceyesSettings
+from .types import Agent, Query
+
+_PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif")
+_AGENTS = {"deepeyes": DeepEyes, "thyme": Thyme, "plain": Plain}
+
+
+def load_questions(path: Path) -> Iterator[Query]:
+    """Queries of a JSONL file, or of a folder: its ``questions.jsonl``, else each picture with the text beside it.
+
+    Raises
+    ------
+    SettingsError
+        Nothing of the kind.
+    """
+    if path.is_file():
+        return load_jsonl(path)
+    if (path / "questions.jsonl").is_file():
+        return load_jsonl(path / "questions.jsonl")
+    texts = sorted(path.glob("*.txt")) if path.is_dir() else []
+    if not texts:
+        raise SettingsError(f"{path}: expected a JSONL file, or a folder with questions.jsonl or NAME.png and NAME.txt")
+    return (_beside(text) for text in texts)
+
+
+def _beside(text: Path) -> Query:
+    pictures = [text.with_suffix(s) for s in _PICTURES if text.with_suffix(s).exists()]
+    question = text.read_text(encoding="utf-8").strip()
+    return Query(question, images=tuple(Picture(p) for p in pictures), id=text.stem)
+
+
+async def run_questions(
+    settings: SpeceyesSettings,
+    questions: Path,
+    output: Path,
+    *,
+    limit: int | None = None,
+    force_new: bool = False,
+    engines: tuple[Engine, Engine | None] | None = None,
+    quiet: bool = False,
+) -> dict[str, Any]:
+    """Answers what is not answered yet, and shows figures while it runs.
+
+    Parameters
+    ----------
+    engines : optional
+        Instead of those that the settings name; they are closed at the end either way.
+
+    Returns
+    -------
+    dict
+        Figures of the whole run, earlier parts included.
+
+    Raises
+    ------
+    OrchestratorError
+        Settings, engines or the run folder are not in order.
+    """
+    queries = list(itertools.islice(load_questions(questions), limit))
+    versions = {"speceyes_kernels": __version__}
+    log = RunLog(output, {**header(settings), "versions": versions}, force_new=force_new)
+    opened: list[Engine] = []
+    try:
+        if engines is None:
+            large: Engine = build_engine(settings.large, gate=settings.funnel.judge == "small")
+            opened.append(large)
+            small: Engine | None = None if settings.small is None else build_engine(settings.small)
+        else:
+            large, small = engines
+            opened.append(large)
+        if small is not None:
+            opened.append(small)
+        return await _run(settings, queries, log, large, small, quiet)
+    finally:
+        try:
+            if log.broken is None:
+                await log.aclose()
+        finally:
+            for engine in opened:
+                await engine.aclose()
+
+
+async def _run(
+    settings: SpeceyesSettings, queries: list[Query], log: RunLog, large: Engine, small: Engine | None, quiet: bool
+) -> dict[str, Any]:
+    agent: Agent | None = None if settings.agent == "direct" else _AGENTS[settings.agent]()
+    account = CostAccount()
+    done = 0
+    for past in log.past.values():
+        if past.answer is not None:
+            done += 1
+            account.add(None, past.answer)
+            if past.audit is not None:
+                account.add_audit(None, past.answer, past.audit)
+    funnel = Funnel(
+        large, small, settings=settings.funnel, agent=agent, log=log, calibration=_artifact(settings),
+        observers=[account.add],
+    )  # fmt: skip
+    funnel.auditor.observers.append(account.add_audit)
+    progress = Progress(len(queries), done, quiet)
+    async with funnel:
+        with progress:
+            async for answer in funnel.run(queries):
+                progress.update(answer.trail.route, account)
+    return summary(account.figures())
+
+
+def _artifact(settings: SpeceyesSettings) -> Any:
+    path = settings.funnel.gate.artifact
+    if path is None:
+        return None
+    from .calibration import load_artifact
+
+    return load_artifact(path)
+
+
+def summary(figures: Figures) -> dict[str, Any]:
+    """Plain values: shares as value and interval."""
+    out: dict[str, Any] = {}
+    for field in dataclasses.fields(figures):
+        value = getattr(figures, field.name)
+        if dataclasses.is_dataclass(value):
+            out[field.name] = value.value  # type: ignore[union-attr]
+            out[f"{field.name}_interval"] = value.interval  # type: ignore[union-attr]
+        else:
+            out[field.name] = value
+    return out
+
+
+class Progress:
+    """One live line: counts by route, beta, alpha, gain so far, time left. Plain silence where rich is missing."""
+
+    def __init__(self, total: int, done: int, quiet: bool) -> None:
+        self.total, self.done, self.before = total, done, done
+        self.routes: dict[str, int] = {}
+        self._began = self._drawn = time.monotonic()
+        self._status: Any = None
+        if not quiet:
+            try:
+                from rich.console import Console
+            except ImportError:
+                return
+            self._status = Console(stderr=True).status(self.line(None))
+
+    def __enter__(self) -> Progress:
+        if self._status is not None:
+            self._status.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+    def update(self, route: str, account: CostAccount) -> None:
+        self.done += 1
+        self.routes[route] = self.routes.get(route, 0) + 1
+        now = time.monotonic()
+        if self._status is not None and (now - self._drawn > 1 or self.done == self.total):
+            self._drawn = now
+            self._status.update(self.line(account.figures()))
+
+    def line(self, figures: Figures | None) -> str:
+        """The line; without figures only the count."""
+        parts = [f"{self.done} of {self.total}"]
+        parts += [f"{route} {count}" for route, count in sorted(self.routes.items())]
+        if figures is not None:
+            for name, value in (("beta", figures.beta.value), ("alpha", figures.alpha.value)):
+                if value is not None:
+                    parts.append(f"{name} {value:.2f}")
+            if figures.gain is not None:
+                note = " (assumes L_audit = L_loop)" if figures.assumed else ""
+                parts.append(f"speedup {figures.gain:.2f}{note}")
+        fresh = self.done - self.before
+        if fresh > 0 and self.done < self.total:
+            left = (time.monotonic() - self._began) / fresh * (self.total - self.done)
+            parts.append(f"{left / 60:.0f} min left" if left > 90 else f"{left:.0f} s left")
+        return " | ".join(parts)
