@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import anyio
 
 from .audit import Auditor, chosen
+from .breakeven import BreakEven
 from .calibration.kinds import kind_of
 from .engines.base import Engine
 from .engines.limiter import wasted_into
@@ -63,6 +64,11 @@ class Journal:
     @property
     def seconds(self) -> float:
         return self._clock() - self._began
+
+    @property
+    def begun(self) -> bool:
+        """Whether an earlier run has judged or drafted it."""
+        return bool(self._past)
 
     def past(self, phase: str) -> list[Step]:
         """Steps of a phase that an earlier run finished."""
@@ -131,6 +137,9 @@ class Funnel:
         self._group: Any = None
         self._runs: set[Any] = set()
         self.auditor = Auditor(self)
+        self.breakeven = BreakEven(settings.breakeven)
+        self.observers.append(self.breakeven.add)
+        self.auditor.observers.append(self.breakeven.add_audit)
         self._seen: set[str] = set()
 
     def _check_mode(self, mode: Mode) -> None:
@@ -242,6 +251,8 @@ class Funnel:
             return self._failed(journal, "draft-only") if draft is None else self._drafted(journal, draft, "draft-only")
         if self.gate.abstains(query.kind or self.settings.kind, tau):
             return await self._loop(journal, "loop:abstain")
+        if not journal.begun and not self.breakeven.allow():
+            return await self._loop(journal, "loop:paused")
         return await self._speculate(journal, tau)
 
     async def _speculate(self, journal: Journal, tau: float | None) -> Answer:
