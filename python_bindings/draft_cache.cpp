@@ -28,10 +28,12 @@ Place cpu_place(const Tensor& t, const char* name) {
   return p;
 }
 
-int torch_threads() {
-  uint32_t threads = 1;
-  TORCH_ERROR_CODE_CHECK(torch_get_num_threads(&threads));
-  return int(threads);
+// 0: as many as torch uses.
+int threads_arg(int64_t threads) {
+  if (threads > 0) return int(std::min<int64_t>(threads, 1024));
+  uint32_t torch_threads = 1;
+  TORCH_ERROR_CODE_CHECK(torch_get_num_threads(&torch_threads));
+  return int(torch_threads);
 }
 
 // token_bytes 0: no structure is followed.
@@ -65,7 +67,7 @@ void draft_cache_start(int64_t handle, int64_t request, const Tensor& prompt, in
   c->cache.start(request, tokens, prompt.size(0), agent, query, std::move(blocks));
 }
 
-void draft_cache_extend(int64_t handle, const Tensor& requests, const Tensor& tokens, const Tensor& offsets) {
+void draft_cache_extend(int64_t handle, const Tensor& requests, const Tensor& tokens, const Tensor& offsets, int64_t threads) {
   const Place place = cpu_place(requests, "requests");
   const int64_t n = requests.size(0);
   const int64_t* ids = dense<int64_t>(requests, "requests", place, {n});
@@ -77,7 +79,7 @@ void draft_cache_extend(int64_t handle, const Tensor& requests, const Tensor& to
   const auto c = caches().get(handle);
   std::lock_guard<std::mutex> guard(c->lock);
   check_known(c->cache, ids, n);
-  c->cache.extend(ids, n, t, at, torch_threads());
+  c->cache.extend(ids, n, t, at, threads_arg(threads));
 }
 
 void draft_cache_stop(int64_t handle, const Tensor& requests) {
@@ -119,7 +121,7 @@ void draft_cache_propose(int64_t handle, const Tensor& requests, const std::opti
   p.policy = drafting::Policy(policy);
   p.step = step_arg(plain_tokens, token_budget, intensity, slope);
   p.params = agentspec_arg(alpha, gmin, algorithm2);
-  p.threads = threads > 0 ? int(std::min<int64_t>(threads, 1024)) : torch_threads();
+  p.threads = threads_arg(threads);
   p.tokens = dense<int32_t>(tokens, "tokens", place, {n, most});
   p.lengths = dense<int32_t>(lengths, "lengths", place, {n});
   p.survival = dense<float>(survival, "survival", place, {n, most});
@@ -155,7 +157,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(speceyes, m) {
       "-> int");
   m.def("draft_cache_free(int cache) -> ()");
   m.def("draft_cache_start(int cache, int request, Tensor prompt, int agent, int query, int structure) -> ()");
-  m.def("draft_cache_extend(int cache, Tensor requests, Tensor tokens, Tensor offsets) -> ()");
+  m.def("draft_cache_extend(int cache, Tensor requests, Tensor tokens, Tensor offsets, int threads) -> ()");
   m.def("draft_cache_stop(int cache, Tensor requests) -> ()");
   m.def("draft_cache_forget(int cache, int agent, int query, bool has_query) -> ()");
   m.def(

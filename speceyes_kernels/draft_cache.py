@@ -74,7 +74,7 @@ class DraftCache:
     alpha, gmin, form
         Of ``policy="agentspec"``, as in :func:`allocate_budget`.
     threads : int, optional
-        Threads that a batch is drafted by; None: ``torch.get_num_threads()``. Results do not depend on it.
+        Threads that a batch is extended and drafted by; None: ``torch.get_num_threads()``. Results do not depend on it.
     token_bytes : TokenBytes or sequence of bytes, optional
         The bytes of every token; needed where requests bring a structure.
     levels : str
@@ -222,7 +222,7 @@ class DraftCache:
             bounds = torch.as_tensor(offsets).to(torch.int64).contiguous()
             if bounds.shape != (len(numbers) + 1,):
                 raise ValueError(f"offsets: expected {len(numbers) + 1} entries, got {_checks.describe(bounds)}")
-        self._ops.draft_cache_extend(self._handle, numbers, flat, bounds)
+        self._ops.draft_cache_extend(self._handle, numbers, flat, bounds, self.threads)
 
     def propose(
         self,
