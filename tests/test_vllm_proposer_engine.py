@@ -13,7 +13,7 @@ import pytest
 import vllm_support
 from chi_squared import goodness, homogeneity
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
 ROOT = Path(__file__).resolve().parents[1]
 UNLIKELY = 1e-4  # seeds are fixed: an honest sampler passes every time, or never
 
@@ -136,3 +136,15 @@ def test_async_engine(results: dict[str, Any]) -> None:
     assert found["rest"][0] == found["rest"][1] == found["first"]
     assert found["stats"]["accepted"] > 20 and found["stats"]["faults"] == found["stats"]["refused_options"] == 0
     assert found["scored"] == 4
+
+
+@pytest.mark.parametrize("method", ["suffix", "ngram"])
+def test_the_gate_scores_under_vllms_own_methods(results: dict[str, Any], method: str) -> None:
+    """Same tokens, same scores as without speculation."""
+    found = part(results, "methods")
+    assert found[method]["accepted"] > 20  # else nothing was tested
+    for plain, row in zip(found["plain"], found[method]["rows"], strict=True):
+        assert row["tokens"] == plain["tokens"]
+        assert row["scores"]["num_tokens"] == plain["scores"]["num_tokens"] == 20
+        for name in ("scores", "token_scores", "token_logprobs"):
+            assert row["scores"][name] == pytest.approx(plain["scores"][name], abs=1e-4)

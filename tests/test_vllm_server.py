@@ -4,89 +4,20 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
-import signal
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import vllm_support
+from vllm_server import Server
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
-ROOT = Path(__file__).resolve().parents[1]
 PROMPT, MESSAGES = "The capital of France is", [{"role": "user", "content": "What is the capital of France?"}]
-
-
-class Server:
-    def __init__(self, log: Path) -> None:
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            self.port = s.getsockname()[1]
-        self.log = log
-        env = {**os.environ, **vllm_support.ENV, "PYTHONPATH": str(ROOT)}
-        env.pop("VLLM_ENABLE_V1_MULTIPROCESSING")
-        with log.open("w") as stream:
-            self.process = subprocess.Popen(
-                [
-                    sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", vllm_support.model_path(),
-                    "--served-model-name", "smol", "--dtype", "float32", "--enforce-eager", "--max-model-len", "256",
-                    "--max-num-seqs", "8", "--host", "127.0.0.1", "--port", str(self.port),
-                    "--logits-processors", "speceyes_kernels.vllm:Gate",
-                    "--worker-extension-cls", "speceyes_kernels.vllm.GateWorker",
-                    "--middleware", "speceyes_kernels.vllm.GateMiddleware",
-                ],
-                stdout=stream, stderr=subprocess.STDOUT, env=env, start_new_session=True,
-            )  # fmt: skip
-
-    def wait(self, seconds: float = 420) -> None:
-        end = time.monotonic() + seconds
-        while time.monotonic() < end and self.process.poll() is None:
-            try:
-                if self.request("GET", "/health")[0] == 200:
-                    return
-            except OSError:
-                time.sleep(1)
-        pytest.fail("the server did not start; the end of its log:\n" + self.log.read_text()[-4000:])
-
-    def request(self, method: str, path: str, body: Any = None) -> tuple[int, str]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
-        payload = None if body is None else json.dumps(body)
-        connection.request(method, path, payload, {"Content-Type": "application/json"})
-        response = connection.getresponse()
-        text = response.read().decode()
-        connection.close()
-        return response.status, text
-
-    def post(self, path: str, speceyes: Any = 1, **body: Any) -> dict[str, Any]:
-        xargs = {} if speceyes is None else {"vllm_xargs": {"speceyes": speceyes}}
-        status, text = self.request("POST", path, {"model": "smol", "temperature": 0, **xargs, **body})
-        assert status == 200, text
-        return json.loads(text)
-
-    def stream(self, path: str, speceyes: Any = 1, **body: Any) -> list[dict[str, Any]]:
-        body = {"model": "smol", "temperature": 0, "vllm_xargs": {"speceyes": speceyes}, "stream": True, **body}
-        status, text = self.request("POST", path, body)
-        assert status == 200, text
-        events = [e[6:] for e in text.split("\n\n") if e]
-        assert events[-1] == "[DONE]"
-        return [json.loads(e) for e in events[:-1]]
-
-    def stop(self) -> None:
-        os.killpg(self.process.pid, signal.SIGTERM)
-        try:
-            self.process.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, signal.SIGKILL)
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    started = Server(tmp_path_factory.mktemp("server") / "log.txt")
+    started = Server(tmp_path_factory.mktemp("server") / "log.txt", "--logits-processors", vllm_support.GATE)
     try:
         started.wait()
         yield started

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import json
 import os
 import time
@@ -81,6 +82,12 @@ def metrics(llm: Any) -> dict[str, Any]:
     return {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
 
 
+@functools.cache
+def plain_engine() -> Any:
+    """Plain decoding, for every part; with the gate, which nobody opts in to but the part that compares scores."""
+    return engine(max_num_seqs=64, logits_processors=[vllm_support.GATE], worker_extension_cls=vllm_support.WORKER)
+
+
 # ---- greedy ---------------------------------------------------------------------------------------------------------
 def jobs(count: int, tokens: int, drafted: bool) -> list[tuple[str, Any]]:
     """The same requests for both engines; what only drafting or the gate reads is left out of the plain one."""
@@ -142,7 +149,7 @@ def staggered(llm: Any, work: list[tuple[str, Any]], aborted: frozenset[int], fi
 
 def greedy(count: int, tokens: int) -> dict[str, Any]:
     aborted = frozenset(range(2, count, 9))
-    want = staggered(engine(max_num_seqs=64), jobs(count, tokens, False), aborted, count)
+    want = staggered(plain_engine(), jobs(count, tokens, False), aborted, count)
     # 13 blocks of 32 tokens for eight requests of up to three: some must give way and come back.
     tight = engine(max_num_seqs=8, num_gpu_blocks_override=13, enable_prefix_caching=False, **speculative())
     got = staggered(tight, jobs(count, tokens, True), aborted, 6)
@@ -239,10 +246,41 @@ async def _async() -> dict[str, Any]:
         engine.shutdown()
 
 
+# ---- vLLM's own methods with the gate ------------------------------------------------------------------------------
+def methods() -> dict[str, Any]:
+    """Tokens and scores of plain decoding, ``suffix`` and ``ngram``. The last part: once ngram's llvmlite is imported no
+    further engine starts in the process."""
+    from vllm import SamplingParams
+
+    from speceyes_kernels.vllm import attach_scores, gate_options
+
+    texts = [*prompts()[2:4], *prompts()[8:]]
+    options = {"speceyes": gate_options(token_scores=True)}
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, extra_args=options)
+
+    def run(llm: Any) -> list[dict[str, Any]]:
+        outputs = attach_scores(llm, llm.generate(texts, params, use_tqdm=False))
+        return [{"tokens": list(o.outputs[0].token_ids), "scores": o.outputs[0].speceyes} for o in outputs]
+
+    out: dict[str, Any] = {"plain": run(plain_engine())}
+    kept = []  # the end of an engine tears down what all engines of the process share
+    for name, more in (
+        ("suffix", {}),
+        ("ngram", {"num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}),
+    ):
+        kept.append(llm := engine(
+            max_num_seqs=8, num_gpu_blocks_override=64, worker_extension_cls=vllm_support.WORKER,
+            speculative_config={"method": name, **more},
+        ))  # fmt: skip
+        found = run(llm)
+        out[name] = {"rows": found, "accepted": metrics(llm)["vllm:spec_decode_num_accepted_tokens"]}
+    return out
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
-    parser.add_argument("parts", nargs="*", default=["greedy", "sampling", "async_llm"])
+    parser.add_argument("parts", nargs="*", default=["greedy", "sampling", "async_llm", "methods"])
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--samples", type=int, default=300)
@@ -251,6 +289,7 @@ def main() -> None:
         "greedy": lambda: greedy(args.requests, args.tokens),
         "sampling": lambda: sampling(args.samples),
         "async_llm": lambda: asyncio.run(_async()),
+        "methods": methods,
     }
     results = {}
     for name in args.parts:

@@ -18,6 +18,7 @@ ENV = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING",
     # One thread that may wander: two pinned ones wait for each other at every barrier on a busy machine.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "NUMBA_NUM_THREADS": "1",  # vLLM's ngram
 }  # fmt: skip
 GATE = "speceyes_kernels.vllm:Gate"
 WORKER = "speceyes_kernels.vllm.GateWorker"
