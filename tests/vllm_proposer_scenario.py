@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import functools
 import json
 import os
 import time
@@ -36,6 +35,7 @@ FORCED = {
     ),
 }  # fmt: skip
 MAX_LEN = 96
+ENGINES: list[Any] = []  # kept: the end of one tears down what all engines of the process share
 
 
 def prompts() -> list[str]:
@@ -72,20 +72,16 @@ class ForcedProposer(AgentSpecProposer):
 def engine(**kwargs: Any) -> Any:
     from vllm import LLM
 
-    return LLM(
+    llm = LLM(
         model=vllm_support.model_path(), dtype="float32", enforce_eager=True, block_size=32, disable_log_stats=False,
         **{"max_model_len": MAX_LEN, **kwargs},
     )  # fmt: skip
+    ENGINES.append(llm)
+    return llm
 
 
 def metrics(llm: Any) -> dict[str, Any]:
     return {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
-
-
-@functools.cache
-def plain_engine() -> Any:
-    """Plain decoding, for every part; with the gate, which nobody opts in to but the part that compares scores."""
-    return engine(max_num_seqs=64, logits_processors=[vllm_support.GATE], worker_extension_cls=vllm_support.WORKER)
 
 
 # ---- greedy ---------------------------------------------------------------------------------------------------------
@@ -149,7 +145,7 @@ def staggered(llm: Any, work: list[tuple[str, Any]], aborted: frozenset[int], fi
 
 def greedy(count: int, tokens: int) -> dict[str, Any]:
     aborted = frozenset(range(2, count, 9))
-    want = staggered(plain_engine(), jobs(count, tokens, False), aborted, count)
+    want = staggered(engine(max_num_seqs=64), jobs(count, tokens, False), aborted, count)
     # 13 blocks of 32 tokens for eight requests of up to three: some must give way and come back.
     tight = engine(max_num_seqs=8, num_gpu_blocks_override=13, enable_prefix_caching=False, **speculative())
     got = staggered(tight, jobs(count, tokens, True), aborted, 6)
@@ -262,16 +258,16 @@ def methods() -> dict[str, Any]:
         outputs = attach_scores(llm, llm.generate(texts, params, use_tqdm=False))
         return [{"tokens": list(o.outputs[0].token_ids), "scores": o.outputs[0].speceyes} for o in outputs]
 
-    out: dict[str, Any] = {"plain": run(plain_engine())}
-    kept = []  # the end of an engine tears down what all engines of the process share
+    plain = engine(max_num_seqs=64, logits_processors=[vllm_support.GATE], worker_extension_cls=vllm_support.WORKER)
+    out: dict[str, Any] = {"plain": run(plain)}
     for name, more in (
         ("suffix", {}),
         ("ngram", {"num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}),
     ):
-        kept.append(llm := engine(
+        llm = engine(
             max_num_seqs=8, num_gpu_blocks_override=64, worker_extension_cls=vllm_support.WORKER,
             speculative_config={"method": name, **more},
-        ))  # fmt: skip
+        )  # fmt: skip
         found = run(llm)
         out[name] = {"rows": found, "accepted": metrics(llm)["vllm:spec_decode_num_accepted_tokens"]}
     return out
