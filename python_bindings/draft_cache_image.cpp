@@ -1,30 +1,16 @@
-// torch ops for files of draft caches. A refused file is an answer, not an exception: the ops return (errno, message),
-// (0, "") when all went well.
+// torch ops for files of draft caches. They return an Outcome.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
-#include <system_error>
 #include <tuple>
 
-#include "../csrc/drafting/cache_file.h"
+#include "cache_file_outcome.h"
 #include "draft_cache_handles.h"
 
 namespace speceyes::binding {
 namespace {
 
 using drafting::CacheImage;
-using Outcome = std::tuple<int64_t, std::string>;
-
-template <class Fn>
-Outcome outcome_of(Fn fn) {
-  try {
-    return {0, fn()};
-  } catch (const drafting::CacheFileError& error) {
-    return {0, error.what()};
-  } catch (const std::system_error& error) {
-    return {error.code().value(), error.what()};
-  }
-}
 
 // The cache is locked while it is copied, not while the file is written.
 Outcome draft_cache_save(int64_t handle, std::string path) {

@@ -16,6 +16,7 @@ if _requirements.met():
     from .separability_partial import PartialTopk, merge_partials, partial_topk, partials_separability
     from .separability_pool import SeparabilityPool
     from .structure import Structure, StructureError, StructureTracker, TokenBytes
+    from .suffix_index import SuffixIndex, SuffixMatch
 
 __version__ = "0.1.0"
 
@@ -30,6 +31,8 @@ __all__ = [
     "Structure",
     "StructureError",
     "StructureTracker",
+    "SuffixIndex",
+    "SuffixMatch",
     "TokenBytes",
     "TopkStats",
     "accept",

@@ -382,7 +382,7 @@ def _tokens(values: Sequence[int] | np.ndarray | Tensor, name: str) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(array))
 
 
-def _joined(parts: list) -> Tensor:
+def _joined(parts: list, name: str = "tokens") -> Tensor:
     """All parts' tokens. At once where they are all arrays of one integer type, or all lists."""
     kinds = set(map(type, parts))
     joined = None
@@ -392,8 +392,8 @@ def _joined(parts: list) -> Tensor:
         joined = list(itertools.chain.from_iterable(parts))
     if joined is not None:
         try:
-            return _tokens(joined, "tokens")
+            return _tokens(joined, name)
         except (TypeError, ValueError):
             pass  # say which
-    each = [_tokens(p, f"tokens[{i}]") for i, p in enumerate(parts)]
+    each = [_tokens(p, f"{name}[{i}]") for i, p in enumerate(parts)]
     return torch.cat(each) if each else torch.zeros(0, dtype=torch.int32)
