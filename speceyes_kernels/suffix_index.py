@@ -29,7 +29,7 @@ class SuffixMatch(NamedTuple):
     """
 
     length: int
-    count: int
+    count: int  # type: ignore[assignment]  # hides tuple.count
     newest: int | None
     distinct: int
     continuations: list[tuple[int, int]]
@@ -194,7 +194,8 @@ class SuffixIndex:
             The file system refuses; an older file is as it was.
         """
         name = file_name(path)
-        raise_if(*self._ops.suffix_index_save(self._handle, name), name)
+        error, message = self._ops.suffix_index_save(self._handle, name)
+        raise_if(error, message, name)
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Fills an empty index from a file: matches, drafts and the order of eviction are those of the saved index.
@@ -210,7 +211,8 @@ class SuffixIndex:
             The file system refuses.
         """
         name = file_name(path)
-        raise_if(*self._ops.suffix_index_load(self._handle, name), name)
+        error, message = self._ops.suffix_index_load(self._handle, name)
+        raise_if(error, message, name)
 
     def stats(self) -> dict[str, int]:
         """Tokens and sequences held, evicted tokens (by the bound), bytes (index and text), nodes (the root is one)."""
@@ -233,7 +235,7 @@ def _ragged(values: object, offsets: object, name: str, rows: int | None) -> tup
     if offsets is None:
         if isinstance(values, Tensor | np.ndarray) and values.ndim == 1:
             raise TypeError(f"{name}: expected a list of arrays, got a flat one; pass offsets with it")
-        parts = list(values) if isinstance(values, Iterable) else [values]
+        parts: list = list(values) if isinstance(values, Iterable) else [values]
         if any(not hasattr(p, "__len__") for p in parts):
             raise TypeError(
                 f"{name}: expected a list of arrays, got one of single tokens; pass offsets with a flat array"
@@ -241,7 +243,7 @@ def _ragged(values: object, offsets: object, name: str, rows: int | None) -> tup
         if rows is not None and len(parts) != rows:
             raise ValueError(f"{name}: expected {rows} arrays, one a sequence, got {len(parts)}")
         bounds = np.zeros(len(parts) + 1, np.int64)
-        np.cumsum([len(p) for p in parts], out=bounds[1:])
+        np.cumsum(np.fromiter(map(len, parts), np.int64, len(parts)), out=bounds[1:])
         return _joined(parts, name), torch.from_numpy(bounds)
     flat = _tokens(values, name)  # type: ignore[arg-type]
     array = _checks.as_array(offsets, "offsets")
