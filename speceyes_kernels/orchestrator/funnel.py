@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, cast
 import anyio
 
 from .audit import Auditor, chosen
+from .barrier import DRAFTED, JUDGED, Seat
 from .breakeven import BreakEven
 from .calibration.kinds import kind_of
 from .engines.base import Engine
-from .engines.limiter import wasted_into
 from .errors import EngineClosed, EngineRefused, PictureError, RunLogError, SettingsError
+from .journal import Journal
 from .modes import check_agent, specreason, tool_draft
 from .phases import Calibration, Gate, direct_request, draft_request, final_text, judge_request, judged, step_of
 from .settings import FunnelSettings, Mode
@@ -45,45 +46,6 @@ class Direct:
         reply = await engine.complete(request)
         text = final_text(reply.text)
         return LoopResult(text, reply.text, (step_of("loop", "final", reply, engine, 0.0),))
-
-
-class Journal:
-    """One query's way so far: its steps, what was wasted, and the lines it leaves in the log."""
-
-    def __init__(self, query: Query, content: str | None, log: RunLog | None, clock: Callable[[], float]) -> None:
-        self.query, self.content, self.log = query, content, log
-        self._clock, self._began = clock, clock()
-        self.steps: list[Step] = []
-        self.wasted: list[Waste] = []
-        self.judge: str | None = None  # the judge's decision; "off" when there is none
-        self.kind: Kind | None = None
-        wasted_into(self.wasted)
-        past = None if log is None else log.past.get(query.id)
-        self._past: list[Step] = [] if past is None else list(past.steps)
-
-    @property
-    def seconds(self) -> float:
-        return self._clock() - self._began
-
-    @property
-    def begun(self) -> bool:
-        """Whether an earlier run has judged or drafted it."""
-        return bool(self._past)
-
-    def past(self, phase: str) -> list[Step]:
-        """Steps of a phase that an earlier run finished."""
-        return [s for s in self._past if s.phase == phase]
-
-    def add(self, *steps: Step, known: bool = False) -> None:
-        """Takes finished steps; ``known``: they are in the log."""
-        self.steps.extend(steps)
-        if self.log is not None and not known:
-            for step in steps:
-                self.log.write("step", self.query.id, self.content, step.to_json())
-
-    def trail(self, route: str, *, guaranteed: bool = False, audit: bool = False) -> Trail:
-        wasted = sum(self.wasted, Waste())
-        return Trail(tuple(self.steps), route, guaranteed, wasted, audit, self.seconds)
 
 
 class Funnel:
@@ -175,7 +137,9 @@ class Funnel:
             raise RuntimeError("run: the funnel is not open; use `async with Funnel(...) as funnel`")
         return Run(self, queries)
 
-    async def answer(self, query: Query, *, tau: float | None = None, mode: Mode | None = None) -> Answer:
+    async def answer(
+        self, query: Query, *, tau: float | None = None, mode: Mode | None = None, seat: Seat | None = None
+    ) -> Answer:
         """One query's answer, with what went wrong in it; raises only for the log, wrong arguments, or cancellation.
 
         Parameters
@@ -184,6 +148,8 @@ class Funnel:
             Confidence in (0, 1) for this query; such an acceptance is not guaranteed.
         mode : optional
             Another mode for this query.
+        seat : optional
+            In the batch that it belongs to.
 
         Raises
         ------
@@ -198,12 +164,12 @@ class Funnel:
             return duplicate(query)
         self._seen.add(query.id)
         try:
-            return await self._answer(query, tau, mode or self.settings.mode)
+            return await self._answer(query, tau, mode or self.settings.mode, seat)
         finally:
             if self.log is None:
                 self._seen.discard(query.id)
 
-    async def _answer(self, query: Query, tau: float | None, mode: Mode) -> Answer:
+    async def _answer(self, query: Query, tau: float | None, mode: Mode, seat: Seat | None) -> Answer:
         clock = asyncio.get_running_loop().time
         content = None
         if self.log is not None:
@@ -218,6 +184,7 @@ class Funnel:
                     self.auditor.start(query, past.answer, content)
                 return past.answer
         journal = Journal(query, content, self.log, clock)
+        journal.seat = seat
         try:
             answer = await self._solve(journal, tau, mode)
         except RunLogError:
@@ -261,7 +228,9 @@ class Funnel:
             decision, draft = await self._judge_and_draft(journal, early)
         else:
             decision = await self._judge(journal)
+            await journal.reach(JUDGED)
             draft = await self._draft(journal, early) if decision == "no" else None
+            await journal.reach(DRAFTED)
         if decision != "no":
             return await self._loop(journal, "loop:judge" if decision == "tools" else "loop:error")
         if draft is None:
@@ -369,8 +338,14 @@ class Funnel:
         )  # fmt: skip
 
     async def _loop(self, journal: Journal, route: str, *, agent: Agent | None = None) -> Answer:
-        query, agent = journal.query, agent or self.agent
-        problem = ""
+        if journal.seat is None:
+            return await self._loop_now(journal, route, agent or self.agent)
+        await journal.reach(DRAFTED)
+        async with journal.seat.loops:
+            return await self._loop_now(journal, route, agent or self.agent)
+
+    async def _loop_now(self, journal: Journal, route: str, agent: Agent) -> Answer:
+        query, problem = journal.query, ""
         for attempt in range(self.settings.attempts):
             start = journal.seconds
             try:

@@ -8,6 +8,7 @@ from typing import Any
 
 import anyio
 
+from .barrier import Batch, Seat
 from .errors import RunLogError
 from .funnel import Funnel, duplicate
 from .types import Answer, Query
@@ -108,6 +109,9 @@ class _Work:
     async def _begin_all(self, group: Any) -> None:
         source = _iterate(self.queries)
         try:
+            if self.funnel.settings.barrier:
+                await self._batches(source)
+                return
             while True:
                 # A slot first, then a query: nothing is read that cannot be begun.
                 await self._slots.acquire()
@@ -125,7 +129,27 @@ class _Work:
                 with anyio.CancelScope(shield=True):
                     await close()
 
-    async def _one(self, query: Query, scope: anyio.CancelScope) -> None:
+    async def _batches(self, source: AsyncIterator[Query]) -> None:
+        """The paper's form: a batch at a time, each phase of it together."""
+        settings = self.funnel.settings
+        ended = False
+        while not ended:
+            queries: list[Query] = []
+            while len(queries) < settings.batch_size and not ended:
+                try:
+                    queries.append(await anext(source))
+                except StopAsyncIteration:
+                    ended = True
+                except Exception as error:
+                    self.problem, ended = error, True
+            batch = Batch(len(queries), settings.loop_concurrency)
+            async with anyio.create_task_group() as group:
+                for query in queries:
+                    await self._slots.acquire()
+                    group.start_soon(self._one, query, group.cancel_scope, batch.seat())
+            ended = ended or self.problem is not None
+
+    async def _one(self, query: Query, scope: anyio.CancelScope, seat: Seat | None = None) -> None:
         try:
             if query.id in self._seen:
                 answer = duplicate(query)
@@ -134,9 +158,11 @@ class _Work:
                 log = self.funnel.log
                 past = None if log is None else log.past.get(query.id)
                 skipped = past is not None and past.answer is not None
-                answer = await self.funnel.answer(query)
+                answer = await self.funnel.answer(query, seat=seat)
                 if skipped:
                     return
+            if seat is not None:
+                seat.leave()  # who takes the answer slowly holds up nobody
             await self._send.send(answer)
         except anyio.BrokenResourceError:
             pass  # nobody takes answers any more
@@ -144,6 +170,8 @@ class _Work:
             self.problem = error
             scope.cancel()
         finally:
+            if seat is not None:
+                seat.leave()
             self._slots.release()
 
 

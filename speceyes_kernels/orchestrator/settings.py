@@ -126,6 +126,8 @@ class FunnelSettings(Section):
             raise ValueError("overlap: expected a judge to overlap with, got judge 'off'")
         if self.barrier and self.overlap:
             raise ValueError("overlap: expected false with barrier: a batch is judged before it is drafted")
+        if self.barrier and self.batch_size > self.in_flight:
+            raise ValueError(f"in_flight: expected batch_size ({self.batch_size}) or more, got {self.in_flight}")
         if self.mode == "specreason" and self.barrier:
             raise ValueError("barrier: expected mode 'funnel' or 'base', got 'specreason'")
         return self
