@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -142,6 +143,8 @@ def test_async_engine(results: dict[str, Any]) -> None:
 def test_the_gate_scores_under_vllms_own_methods(results: dict[str, Any], method: str) -> None:
     """Same tokens, same scores as without speculation."""
     found = part(results, "methods")
+    if method == "suffix" and importlib.util.find_spec("arctic_inference") is None:
+        pytest.skip("not installed: arctic-inference (vLLM's suffix method is built on it, optional)")
     assert found[method]["accepted"] > 20  # else nothing was tested
     for plain, row in zip(found["plain"], found[method]["rows"], strict=True):
         assert row["tokens"] == plain["tokens"]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.util
 import json
 import os
 import time
@@ -260,10 +261,13 @@ def methods() -> dict[str, Any]:
 
     plain = engine(max_num_seqs=64, logits_processors=[vllm_support.GATE], worker_extension_cls=vllm_support.WORKER)
     out: dict[str, Any] = {"plain": run(plain)}
-    for name, more in (
-        ("suffix", {}),
-        ("ngram", {"num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}),
-    ):
+    methods: dict[str, dict[str, int]] = {
+        "suffix": {},
+        "ngram": {"num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1},
+    }
+    if importlib.util.find_spec("arctic_inference") is None:
+        del methods["suffix"]  # vLLM takes it from there
+    for name, more in methods.items():
         llm = engine(
             max_num_seqs=8, num_gpu_blocks_override=64, worker_extension_cls=vllm_support.WORKER,
             speculative_config={"method": name, **more},
