@@ -61,6 +61,8 @@ class ImageMachine(DraftCacheMachine):
         assert after["evicted_tokens"] == before["evicted_tokens"] + held - self.plain.tokens
         for name in ("proposed", "accepted", "verified"):
             assert after[name] == before[name]
+        self.loaded = after
+        assert set(self.ours.by_source().values()) == {(0, 0)}
 
     def path(self):
         if not hasattr(self, "folder"):
