@@ -16,7 +16,6 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 CSRC = ROOT / "csrc" / "separability"
-DRAFTING = ROOT / "csrc" / "drafting"
 CACHE = ROOT / ".cache" / "simt"
 
 RUNTIME = ("simt_fiber.cpp", "simt_scheduler.cpp", "simt_collectives.cpp", "simt_global.cpp", "driver.cpp")
@@ -61,11 +60,11 @@ def _flags(mode: str, optimise: str) -> list[str]:
     return ["-std=c++20", optimise, "-g1", *warnings, contract, "-fno-strict-aliasing", *arch, *DEFINES[mode]]
 
 
-def _headers_digest(folders: list[Path], suffixes: tuple[str, ...] = (".h", ".cuh")) -> str:
+def _headers_digest(folders: list[Path]) -> str:
     digest = hashlib.sha256()
     for folder in folders:
         for path in sorted(folder.iterdir()):
-            if path.suffix in suffixes:
+            if path.suffix in {".h", ".cuh"}:
                 digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()
 
@@ -86,11 +85,11 @@ def _compile(source: Path, includes: list[Path], flags: list[str], headers: str)
     return target
 
 
-def patched_sources(patches: tuple[Patch, ...], source: Path = CSRC) -> Path:
+def patched_sources(patches: tuple[Patch, ...]) -> Path:
     """Folder with the library's kernel sources, `patches` applied; the sources themselves when there are none."""
     if not patches:
-        return source
-    texts = {p.name: p.read_text() for p in sorted(source.iterdir()) if p.suffix in {".h", ".cuh", ".cu"}}
+        return CSRC
+    texts = {p.name: p.read_text() for p in sorted(CSRC.iterdir()) if p.suffix in {".h", ".cuh", ".cu"}}
     for patch in patches:
         texts[patch.file], found = re.subn(patch.pattern, patch.replacement, texts[patch.file])
         if found != patch.count:
@@ -106,13 +105,7 @@ def patched_sources(patches: tuple[Patch, ...], source: Path = CSRC) -> Path:
 
 
 def build(
-    sources: list[Path],
-    *,
-    mode: str = "plain",
-    folders: tuple[Path, ...] = (),
-    defines: tuple[str, ...] = (),
-    host: tuple[Path, ...] = (),
-    host_folders: tuple[Path, ...] = (),
+    sources: list[Path], *, mode: str = "plain", folders: tuple[Path, ...] = (), defines: tuple[str, ...] = ()
 ) -> Path:
     """Driver executable with the kernels of `sources`.
 
@@ -126,8 +119,6 @@ def build(
         Include folders of the kernels, before the shim's own.
     defines : tuple of str
         Extra ``-D`` options of the kernels, such as a planted fault's name.
-    host, host_folders : tuple of Path
-        Host code that is not judged, compiled without sanitizers, and its include folders; it may include their sources.
 
     Returns
     -------
@@ -148,8 +139,6 @@ def build(
     shim = _headers_digest([HERE])
     kernel_headers = _headers_digest([*folders, HERE])
     jobs = [(HERE / name, [HERE], runtime_flags, shim) for name in RUNTIME]
-    host_digest = _headers_digest([*host_folders, HERE], (".h", ".cpp")) if host else ""
-    jobs += [(source, [*host_folders, HERE], _flags("plain", "-O1"), host_digest) for source in host]
     jobs += [(source, [*folders, HERE], kernel_flags, kernel_headers) for source in sources]
     with ThreadPoolExecutor(2) as pool:
         objects = list(pool.map(lambda job: _compile(*job), jobs))
