@@ -159,17 +159,29 @@ def _reach(tensor: Tensor, begin: int, end: int) -> bool:
     return run < runs and run * step < high
 
 
+def _address(tensor: Tensor | None) -> int | None:
+    """Where a tensor's elements begin; None when it has no memory of its own to look at (meta, fake, functional)."""
+    if tensor is None or tensor.is_meta or not tensor.numel():
+        return None
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # torch's answer for tensors without storage
+        return None
+
+
 def check_apart(written: dict[str, Tensor], read: dict[str, Tensor | None]) -> None:
     """Refuses outputs (contiguous) that share memory with each other or with an input."""
     if torch.compiler.is_compiling():  # traced tensors have no memory
         return
     seen = dict(read)
     for name, out in written.items():
-        if out.numel() and type(out) is Tensor and not out.is_meta:
-            begin = out.data_ptr()
+        begin = _address(out)
+        if begin is not None:
             end = begin + out.numel() * out.element_size()
             for other_name, other in seen.items():
-                if other is not None and other.device == out.device and other.numel() and _reach(other, begin, end):
+                if other is None or _address(other) is None or other.device != out.device:
+                    continue
+                if _reach(other, begin, end):
                     raise ValueError(
                         f"{name}: expected memory of its own, got a tensor that shares memory with {other_name}; "
                         "pass a fresh one"

@@ -348,6 +348,20 @@ def test_partials_that_are_none(parts, error, text):
             merge(parts)
 
 
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_subclasses_do_not_hide_shared_memory(backend):
+    class Named(torch.Tensor):
+        pass
+
+    x = _buffer()
+    before = x.clone()
+    with pytest.raises(ValueError, match="out: expected memory of its own, .* with logits"):
+        sk.token_separability(x, out=x.view(-1)[597:].as_subclass(Named), valid_vocab=200, backend=backend)
+    with pytest.raises(ValueError, match="out: expected memory of its own, .* with logits"):
+        sk.token_separability(x.as_subclass(Named), out=x.view(-1)[597:], valid_vocab=200, backend=backend)
+    assert torch.equal(x, before)
+
+
 def test_native_ops_refuse_shared_memory_themselves():
     """For callers of torch.ops; and what the short way relies on."""
     native, x = ops("cpu"), _buffer()
