@@ -25,6 +25,8 @@ BUILT := $(VENV)/.built-$(KEY)-$(SPECEYES_BUILD)
 NATIVE := setup.py pyproject.toml $(shell find csrc python_bindings -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
 PYTEST_ARGS ?=
+# Test files side by side, each whole file in one process (they share engines and compiled drivers).
+TEST_JOBS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 BENCH_RESULTS ?= bench/results
@@ -59,9 +61,9 @@ $(BUILT): $(INSTALLED) $(NATIVE)
 demo: $(BUILT)
 	$(BIN)/speceyes demo $(DEMO_ARGS)
 
-## make test        everything that needs no GPU and no hours: PYTEST_ARGS="-k name"
+## make test        everything that needs no GPU and no hours: PYTEST_ARGS="-k name", TEST_JOBS=1 one file at a time
 test: $(BUILT)
-	$(RUN) -m pytest -m "not slow and not gpu" $(PYTEST_ARGS)
+	$(RUN) -m pytest -m "not slow and not gpu" -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 ## make test-long   soaks and long fuzzing; the result is recorded in bench/results/
 test-long: $(BUILT)

@@ -13,9 +13,17 @@ sys.path.insert(0, str(Path(__file__).parent))  # helper modules beside the test
 
 ROOT = Path(__file__).resolve().parent.parent
 
+#: Files of a minute or more. They go first, so that no process is left alone with one of them at the end.
+LONGEST = ("test_vllm_proposer_engine", "test_cache_file", "test_context_forest", "test_separability_simt_faults",
+           "test_vllm_engine", "test_build", "test_collect_env", "test_separability_triton", "test_separability_simt",
+           "test_orchestrator_local")  # fmt: skip
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import torch
+
+    order = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
 
     no_gpu = None if torch.cuda.is_available() else "needs an NVIDIA GPU: torch.cuda.is_available() is False"
     no_vllm = None if importlib.util.find_spec("vllm") else "needs vLLM: no module named vllm (make install)"
