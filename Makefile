@@ -32,7 +32,7 @@ BENCH_ARGS ?=
 BENCH_RESULTS ?= bench/results
 TEST_LONG_LOG ?= bench/results/test_long.txt
 
-BENCHES := separability gate drafting proposer
+BENCHES := separability gate drafting proposer lookup
 
 .PHONY: help install demo test test-long bench $(addprefix bench-,$(BENCHES) replay) wheel lint types clean
 .NOTPARALLEL:  # benchmarks measure the machine, and every other target fills it by itself
@@ -82,8 +82,9 @@ bench-separability: $(BUILT)
 ##   bench-gate          the gate inside vLLM: BENCH_ARGS="--rounds 8"
 ##   bench-drafting      the draft cache against Arctic Inference's suffix cache: BENCH_ARGS="--requests 64"
 ##   bench-proposer      our drafts in vLLM against its suffix, ngram, none: BENCH_ARGS="--rounds 5"
+##   bench-lookup        what a step sends to a device; on a GPU the lookup there: BENCH_ARGS="--requests 64"
 ##   bench-replay        drafts over recorded rollouts (not part of `make bench`): BENCH_ARGS="--quick"
-bench-gate bench-drafting bench-proposer bench-replay: bench-%: $(BUILT)
+bench-gate bench-drafting bench-proposer bench-lookup bench-replay: bench-%: $(BUILT)
 	mkdir -p $(BENCH_RESULTS)
 	$(RUN) bench/bench_$*.py --json $(BENCH_RESULTS)/$*.json $(BENCH_ARGS)
 

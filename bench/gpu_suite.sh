@@ -102,14 +102,14 @@ if wants sanitizers; then
   sanitizer=$(find_sanitizer)
   check "compute-sanitizer" "$sanitizer" --version
   small="every_edge_in_every_layout and bfloat16 or streaming_is_bit_equal or shards_merge or contents_out_of_range"
-  small+=" or (answers and 60) or no_rows"
+  small+=" or (answers and 60) or no_rows or device_drafts_equal"
   for tool in memcheck racecheck initcheck synccheck; do
     options=(--tool "$tool" --error-exitcode 86)
     [[ $tool == memcheck ]] && options+=(--leak-check no --padding 32)
     # Without torch's caching allocator each tensor is an allocation of its own: overruns and reads of unwritten bytes
     # can't hide in a neighbour.
     run "sanitizer-$tool" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$sanitizer" "${options[@]}" \
-      "${pytest[@]}" -x -m gpu -k "$small" tests/test_separability_gpu.py
+      "${pytest[@]}" -x -m gpu -k "$small" tests/test_separability_gpu.py tests/test_draft_lookup.py
   done
 fi
 
@@ -126,6 +126,7 @@ if wants bench; then
   ((dry)) && check "the benchmark's plan" "$python" bench/bench_gpu.py --plan
   ((dry)) && check "FlashInfer, a rival (optional)" "$python" -c 'import flashinfer'
   run bench "$python" bench/bench_gpu.py "${options[@]}"
+  run bench-lookup "$python" bench/bench_lookup.py --json "$results/bench_lookup.json"
 fi
 
 say "result"

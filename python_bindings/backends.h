@@ -86,6 +86,14 @@ class CudaBackend {
     check(merge_partials_cuda(in, p, out, stream_));
   }
 
+  void* stream() const { return stream_; }
+  // Throws for a cudaError_t.
+  static void check(int error) {
+    if (error != 0)
+      throw std::runtime_error(std::string("speceyes_kernels: CUDA error ") + std::to_string(error) + ": " +
+                               cuda_error_text(error) + "; `speceyes collect-env` shows what this build supports");
+  }
+
  private:
   void launch(const Logits& x, const ScoreParams& p, const RowOut& out, const SlotJob* slots,
               const AnswerJob* answers) const {
@@ -95,11 +103,6 @@ class CudaBackend {
     const int64_t bytes[] = {int64_t(workspace_bytes_cuda(x.rows, x.vocab))};
     const Tensor workspace = torch::stable::new_empty(like_, {bytes, 1}, torch::headeronly::ScalarType::Byte);
     check(rows_cuda(x, p, out, slots, answers, workspace.data_ptr(), multiprocessors, stream_));
-  }
-  static void check(int error) {
-    if (error != 0)
-      throw std::runtime_error(std::string("speceyes_kernels: CUDA error ") + std::to_string(error) + ": " +
-                               cuda_error_text(error) + "; `speceyes collect-env` shows what this build supports");
   }
 
   const Tensor& like_;

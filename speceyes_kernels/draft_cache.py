@@ -20,6 +20,7 @@ from torch import Tensor
 from . import _backends, _checks
 from .budget import CostModel, _as_count, _as_number
 from .cache_file import file_name, raise_if
+from .draft_lookup import DeviceLookup, device_for
 from .scope_inference import ScopeInference
 from .structure import Structure, TokenBytes
 
@@ -85,6 +86,17 @@ class DraftCache:
         (:class:`~speceyes_kernels.scope_inference.ScopeInference`), the structure from the chat template's markers where
         there are ``token_bytes``. False: requests without names share one scope, and have no blocks.
 
+    lookup_backend : {"auto", "cpu", "cuda"}
+        Where drafts are looked up. ``"cuda"``: on the current CUDA device, in two launches without a synchronisation;
+        :meth:`propose` then returns tensors on that device, the same drafts to the token. Not for
+        ``policy="agentspec"``, and with the mixer not for requests with a structure. It has not run on a GPU yet
+        (``docs/drafting_gpu.md``), so ``"auto"`` is the CPU.
+
+    Raises
+    ------
+    BackendUnavailable
+        ``lookup_backend="cuda"`` without a GPU, or in a build without CUDA kernels.
+
     Notes
     -----
     Thread-safe; calls release the interpreter lock. Tokens < 0 are placeholders and are never cached.
@@ -106,6 +118,7 @@ class DraftCache:
         token_bytes: TokenBytes | Sequence[bytes] | None = None,
         levels: str = "LQAG",
         infer_scopes: bool = True,
+        lookup_backend: str = "auto",
     ) -> None:
         max_tokens = _checks.as_int(max_tokens, "max_tokens", "an int >= 1")
         max_depth = _checks.as_int(max_depth, "max_depth", f"an int in 1..{MAX_DEPTH}")
@@ -128,7 +141,10 @@ class DraftCache:
         self.policy, self.cost = policy, CostModel() if cost is None else cost
         self.alpha, self.gmin, self.form = _as_number(alpha, "alpha", 0, 1e14), _as_number(gmin, "gmin", 0, 1), form
         self.threads = 0 if threads is None else _as_count(threads, "threads", 1)
+        if lookup_backend == "cuda" and policy == "agentspec":
+            raise ValueError("lookup_backend: expected 'cpu' with policy='agentspec', got 'cuda'")
         _backends.ops("cpu")  # loads the extension, or says why not
+        device = device_for(lookup_backend)
         self._ops = torch.ops.speceyes
         self._propose = self._ops.draft_cache_propose.default
         if token_bytes is not None and not isinstance(token_bytes, TokenBytes):
@@ -151,6 +167,11 @@ class DraftCache:
             self._structure = None if token_bytes is None else Structure(token_bytes.markers.structure)
         self._requests: dict[Hashable, int] = {}
         self._next_request = 1
+        self._lookup: DeviceLookup | None = None
+        if device is not None:
+            self._lookup = DeviceLookup(
+                self._handle, device, max_depth=max_depth, split=strict_isolation, counts=estimator == "counts"
+            )
 
     def start(
         self,
@@ -210,6 +231,7 @@ class DraftCache:
     ) -> None:
         """New tokens of running requests are known: a list of arrays, or one flat array with ``offsets`` [n + 1]."""
         numbers = self._numbers(request_ids)
+        self._settle()
         if offsets is None:
             parts = list(tokens)
             if len(parts) != len(numbers):
@@ -272,6 +294,12 @@ class DraftCache:
             min_survival = _as_number(min_survival, "min_survival", 0, 1)
         plain = batch if plain_tokens is None else _as_count(plain_tokens, "plain_tokens")
         budget = -1 if token_budget is None else _as_count(token_budget, "token_budget")
+        if self._lookup is not None:
+            return Drafts(
+                *self._lookup.propose(
+                    numbers, caps, most, min_survival, _POLICIES[self.policy], plain, budget, self.cost
+                )
+            )
         drafts = Drafts(
             torch.from_numpy(np.empty((batch, most), np.int32)),  # three times faster than torch.empty
             torch.from_numpy(np.empty(batch, np.int32)),
@@ -288,6 +316,7 @@ class DraftCache:
 
         ``tokens``: its last ones, where :meth:`extend` has not had them.
         """
+        self._settle()
         if tokens is not None:
             self.extend([request_id], [tokens])
         self._ops.draft_cache_stop(self._handle, self._numbers([request_id]))
@@ -302,6 +331,7 @@ class DraftCache:
     def stats(self) -> dict[str, int]:
         """Sizes and counters: tokens held, live requests, ended responses, evicted tokens, bytes (index), table_bytes
         (the estimator's fixed tables), nodes, proposed and accepted draft tokens, verified positions, positions judged in order to propose."""
+        self._settle()
         return dict(zip(_STATS, self._ops.draft_cache_stats(self._handle), strict=True))
 
     def by_source(self) -> dict[str, tuple[int, int]]:
@@ -324,6 +354,7 @@ class DraftCache:
             The file system refuses; an older file is as it was.
         """
         name = file_name(path)
+        self._settle()
         error, message = self._ops.draft_cache_save(self._handle, name)
         raise_if(error, message, name)
 
@@ -360,6 +391,10 @@ class DraftCache:
         """Gives unused memory back to the system, by building the index anew (about a second for a million tokens, the
         cache is locked). Drafts, statistics and running requests stay what they are."""
         self._ops.draft_cache_trim(self._handle)
+
+    def _settle(self) -> None:
+        if self._lookup is not None:
+            self._lookup.settle()
 
     def _numbers(self, request_ids: Sequence[Hashable]) -> Tensor:
         try:

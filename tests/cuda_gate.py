@@ -21,6 +21,7 @@ from types import ModuleType
 
 ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc" / "separability"
+DRAFTING = ROOT / "csrc" / "drafting"
 CACHE = ROOT / ".cache" / "cuda_gate"
 TARGETS = ("80", "86", "89", "90", "100", "120")
 #: For machines without a CUDA toolkit; the compiler, its headers and the disassembler, of one release.
@@ -138,7 +139,8 @@ def compile_cubin(source: Path, target: str, extra: tuple[str, ...] = ()) -> dic
     keep = [f for f in setup_module().NVCC_FLAGS if f.startswith(("-std", "-O", "-fmad", "-use_fast", "--"))]
     flags = (*keep, "-lineinfo", *extra, "-arch", f"sm_{target}", "-cubin", "-Xptxas", "-v")
     digest = hashlib.sha256(" ".join((source.name, nvcc_version(), *flags)).encode())
-    for path in sorted([source, *source.parent.glob("*.h"), *source.parent.glob("*.cuh")]):
+    shared = () if source.parent == CSRC else (CSRC / "simt.h",)
+    for path in sorted([source, *source.parent.glob("*.h"), *source.parent.glob("*.cuh"), *shared]):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     stem = CACHE / f"{source.stem}-sm_{target}-{digest.hexdigest()[:20]}"
     cubin, log, sass = (stem.with_name(stem.name + s) for s in (".cubin", ".log", ".sass"))

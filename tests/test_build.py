@@ -331,7 +331,7 @@ def test_nvcc_commands(build, monkeypatch, tmp_path) -> None:
     plan = plan_of(build, cuda=True)
     steps = build.plan_steps(plan, tmp_path)
     cuda = [s for s in steps if s.source.suffix == ".cu"]
-    assert {s.source.parent.name for s in cuda} == {"separability", "python_bindings"}
+    assert {s.source.parent.name for s in cuda} == {"separability", "drafting", "python_bindings"}
     for step in cuda:
         command = " ".join(step.command)
         assert "arch=compute_80,code=[sm_80]" in command and "code=[sm_90,compute_90]" in command

@@ -218,7 +218,7 @@ def test_no_files_at_all(tmp_path):
 
 
 # ---- the fuzzer --------------------------------------------------------------------------------------------------------
-PARTS = ("budget*", "cache_*", "context_*", "draft_cache*", "estimator*", "expansion*", "parallel*", "structure*")
+PARTS = ("budget*", "cache_*", "context_*", "draft_cache*", "estimator*", "expansion*", "lookup_*", "parallel*", "structure*")
 SOURCES = sorted(p for part in PARTS for p in (ROOT / "csrc/drafting").glob(f"{part}.cpp"))
 
 

@@ -10,8 +10,9 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 NATIVE, CSRC = ROOT / "tests/native", ROOT / "csrc/drafting"
-HEADERS = ["pod_array.h", "text_store.h", "block_arena.h", "context_forest.h"]
-SOURCES = ["context_forest.cpp", "context_tables.cpp"]
+HEADERS = ["pod_array.h", "dirty_words.h", "text_store.h", "block_arena.h", "context_forest.h", "estimator_math.h",
+           "cache_image.h", "estimator.h", "lookup_view.h", "lookup_mirror.h"]  # fmt: skip
+SOURCES = ["context_forest.cpp", "context_tables.cpp", "estimator.cpp", "lookup_mirror.cpp"]
 
 
 def build(folder: Path, flags: list[str], check: str = "context_forest_check", csrc: Path = CSRC) -> Path:

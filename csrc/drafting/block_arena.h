@@ -8,6 +8,7 @@
 #include <emmintrin.h>
 #endif
 
+#include "dirty_words.h"
 #include "pod_array.h"
 
 namespace speceyes::drafting {
@@ -36,8 +37,11 @@ class BlockArena {
   void give(uint32_t block, uint32_t words) {
     uint32_t& head = words < kLists ? free_[words] : large_.try_emplace(words, kNo).first->second;
     *at(block) = head;
+    wrote(at(block), 4);
     head = block;
   }
+
+  void wrote(const void* first, size_t bytes) const { words_.wrote(first, bytes); }
 
   void clear() {
     words_.clear();
@@ -49,6 +53,7 @@ class BlockArena {
 
  private:
   friend struct ContextForestProbe;  // the native check
+  friend class LookupMirror;
 
   static constexpr uint32_t kNo = ~0u, kLists = 64;
 
@@ -72,7 +77,7 @@ class BlockArena {
     return rest_words_ >= words;
   }
 
-  PodArray<uint32_t> words_;
+  TrackedArray<uint32_t> words_;
   uint32_t free_[kLists] = {};  // of so many words
   std::map<uint32_t, uint32_t> large_;
   uint32_t rest_ = 0, rest_words_ = 0;  // what is left of a free block that is being cut

@@ -15,32 +15,43 @@ void ContextForest::make_leaf(Pos pos, uint32_t parent) {
     if (fresh != kNone) {
       free_leaf_page_ = leaf_parent_[size_t(fresh) * kPage];
       leaf_parent_[size_t(fresh) * kPage] = kNone;
+      leaf_parent_.wrote(&leaf_parent_[size_t(fresh) * kPage]);
     } else {
       fresh = uint32_t(page_fill_.size());
       page_fill_.push_back(0);
       leaf_parent_.resize(leaf_parent_.size() + kPage, kNone);
     }
     leaf_page_[page] = fresh;
+    leaf_page_.wrote(&leaf_page_[page]);
   }
   page_fill_[leaf_page_[page]]++;
-  leaf_parent_[size_t(leaf_page_[page]) * kPage + pos % kPage] = parent;
+  uint32_t& slot = leaf_parent_[size_t(leaf_page_[page]) * kPage + pos % kPage];
+  slot = parent;
+  leaf_parent_.wrote(&slot);
 }
 
 void ContextForest::release_leaf(Pos pos) {
   constexpr uint32_t kPage = TextStore::kPage;
   const uint32_t page = leaf_page_[pos / kPage];
   leaf_parent_[size_t(page) * kPage + pos % kPage] = kNone;
+  leaf_parent_.wrote(&leaf_parent_[size_t(page) * kPage + pos % kPage]);
   if (--page_fill_[page] != 0) return;
   leaf_page_[pos / kPage] = kNone;
+  leaf_page_.wrote(&leaf_page_[pos / kPage]);
   leaf_parent_[size_t(page) * kPage] = free_leaf_page_;
+  leaf_parent_.wrote(&leaf_parent_[size_t(page) * kPage]);
   free_leaf_page_ = page;
 }
 
 void ContextForest::set_parent(Ref r, uint32_t parent) {
-  if (is_leaf(r))
-    *const_cast<uint32_t*>(parent_slot(position(r))) = parent;
-  else
+  if (is_leaf(r)) {
+    auto* slot = const_cast<uint32_t*>(parent_slot(position(r)));
+    *slot = parent;
+    leaf_parent_.wrote(slot);
+  } else {
     node_[r].parent = parent;
+    wrote_node(r);
+  }
 }
 
 int ContextForest::leaf_depth(Ref leaf) const {
@@ -72,6 +83,7 @@ uint32_t ContextForest::take_node(uint32_t parent, int depth) {
   }
   live_nodes_++;
   node_[n] = Node{parent, 0, 0, 0, kNone, uint32_t(depth), 0, 0, 0, 0};
+  wrote_node(n);
   return n;
 }
 
@@ -81,6 +93,7 @@ void ContextForest::free_node(uint32_t n) {
   if (node.cont_class != 0) arena_.give(node.conts, cont_words(node.cont_class));
   node.parent = n;  // its own parent: not in any tree
   node.children = free_node_;
+  wrote_node(n);
   free_node_ = n;
   live_nodes_--;
 }
@@ -118,6 +131,7 @@ void ContextForest::clear() {
 Ref ContextForest::count_in(uint32_t n, Token token, Ref leaf, bool latest) {
   Node& node = node_[n];
   const uint32_t count = node.count++;
+  wrote_node(n);
   const Ref last = node.newest;
   if (node.depth == 0) return kNone;  // a root knows only how many
   if (latest || clock_of(leaf) > clock_of(last)) node.newest = leaf;
@@ -194,6 +208,7 @@ void ContextForest::remove(Pos pos) {
   for (uint32_t v = first; v != kNone; v = node_[v].parent) {
     Node& node = node_[v];
     node.count--;
+    wrote_node(v);
     if (node.depth == 0) break;
     if (node.newest == self) node.newest = newest_below(node);
     if (node.cont_class != 0) cont_out(v, token, self);

@@ -93,6 +93,7 @@ class ContextForest {
 
  private:
   friend struct ContextForestProbe;  // the native check
+  friend class LookupMirror;
 
   struct Node {
     uint32_t parent;
@@ -174,14 +175,23 @@ class ContextForest {
   static constexpr uint32_t kChildHead = 2, kContHead = 2 + kTop;
   uint32_t* block(uint32_t b) const { return const_cast<uint32_t*>(arena_.at(b)); }
 
+  // For a mirror: what was written, in bytes from `first` on.
+  void wrote_node(uint32_t n) const { node_.wrote(node_.data() + n); }
+  void wrote(const void* first, size_t bytes) const { arena_.wrote(first, bytes); }
+  // `table`'s head and the tag of `slot`.
+  void wrote_slot(const Table& table, uint32_t slot) const {
+    wrote(table.head, 2 * sizeof *table.head);
+    wrote(table.tags + slot, 1);
+  }
+
   const TextStore& text_;
   int max_depth_;
   bool split_;
   uint64_t removals_ = 0;
-  PodArray<Node> node_;
+  TrackedArray<Node> node_;
   uint32_t free_node_ = kNone, live_nodes_ = 0;
-  PodArray<uint32_t> leaf_page_;    // text page -> leaf page, kNone where the forest has none of its positions
-  PodArray<uint32_t> leaf_parent_;  // by leaf page; kNone: not in a tree. The first of a free page: the next free page
+  TrackedArray<uint32_t> leaf_page_;    // text page -> leaf page, kNone where the forest has none of its positions
+  TrackedArray<uint32_t> leaf_parent_;  // by leaf page; kNone: not in a tree. The first of a free page: the next free page
   PodArray<uint8_t> page_fill_;     // leaves of a leaf page that are in a tree
   uint32_t free_leaf_page_ = kNone;
   BlockArena arena_;

@@ -58,19 +58,30 @@ void ContextForest::add_child(uint32_t n, Hash hash, Ref child) {
   Node& node = node_[n];
   if (node.child_class < kFirstHashed && node.num_children < slots_of(node.child_class)) {
     Ref* refs = child_refs(node);
-    reinterpret_cast<uint8_t*>(refs + slots_of(node.child_class))[node.num_children] = hash.tag();
+    uint8_t* tag = reinterpret_cast<uint8_t*>(refs + slots_of(node.child_class)) + node.num_children;
+    *tag = hash.tag();
+    wrote(tag, 1);
+    wrote(refs + node.num_children, sizeof *refs);
     refs[node.num_children++] = child;
+    wrote_node(n);
     return;
   }
   if (node.child_class < kFirstHashed || child_table(node).head[1] >= limit_of(node.child_class)) {
     resize_children(n, next_class(node.child_class, num_children(node)));
     return add_child(n, hash, child);
   }
-  child_refs(node)[child_table(node).put(hash)] = child;
+  Table table = child_table(node);
+  const uint32_t slot = table.put(hash);
+  Ref* at = child_refs(node) + slot;
+  *at = child;
+  wrote_slot(table, slot);
+  wrote(at, sizeof *at);
 }
 
 void ContextForest::replace_child(uint32_t n, Hash hash, Ref from, Ref to) {
-  child_refs(node_[n])[child_slot(node_[n], hash, from)] = to;
+  Ref* at = child_refs(node_[n]) + child_slot(node_[n], hash, from);
+  *at = to;
+  wrote(at, sizeof *at);
 }
 
 void ContextForest::remove_child(uint32_t n, Hash hash, Ref child) {
@@ -78,6 +89,7 @@ void ContextForest::remove_child(uint32_t n, Hash hash, Ref child) {
   const uint32_t slot = child_slot(node, hash, child);
   if (node.child_class >= kFirstHashed) {
     child_table(node).erase(slot);
+    wrote_slot(child_table(node), slot);
     const uint32_t left = num_children(node);
     if (left < limit_of(node.child_class - 1) / 4 * 3) resize_children(n, roomy_class(left));
     return;
@@ -87,6 +99,9 @@ void ContextForest::remove_child(uint32_t n, Hash hash, Ref child) {
   const uint32_t last = --node.num_children;
   refs[slot] = refs[last];
   tags[slot] = tags[last];
+  wrote(refs + slot, sizeof *refs);
+  wrote(tags + slot, 1);
+  wrote_node(n);
   if (last <= slots_of(node.child_class - 1)) resize_children(n, node.child_class - 1);
 }
 
@@ -98,6 +113,8 @@ void ContextForest::resize_children(uint32_t n, int size_class) {
   node.child_class = uint32_t(size_class);
   node.num_children = 0;
   if (size_class >= kFirstHashed) std::fill_n(block(fresh), kChildHead + slots_of(size_class) / 4, 0);
+  wrote(block(fresh), child_words(size_class) * sizeof(uint32_t));
+  wrote_node(n);
   const bool listed = size_class < kFirstHashed, was_listed = old.child_class < kFirstHashed;
   if (size_class != 0 && old.child_class != 0) {
     Ref* refs = child_refs(node);
@@ -145,6 +162,7 @@ Ref ContextForest::cont_in(uint32_t n, Token token, Ref leaf, bool latest) {
   const Ref previous = c.newest;
   c.count++;
   if (latest || clock_of(leaf) > clock_of(previous)) c.newest = leaf;
+  wrote(&c, sizeof c);
   rise(node_[n], slot, latest);
   return previous;
 }
@@ -152,6 +170,7 @@ Ref ContextForest::cont_in(uint32_t n, Token token, Ref leaf, bool latest) {
 void ContextForest::cont_out(uint32_t n, Token token, Ref leaf) {
   const uint32_t slot = find_cont(node_[n], token);
   Continuation& c = entries(node_[n])[slot];
+  wrote(&c, sizeof c);
   if (--c.count == 0) return drop_cont(n, slot);
   if (c.newest == leaf) c.newest = newest_below(node_[n], token);
   sink(node_[n], slot);
@@ -162,9 +181,11 @@ void ContextForest::copy_conts(uint32_t to, uint32_t from) {
   if (c == 0) return;
   const uint32_t fresh = arena_.take(cont_words(c));
   std::copy_n(block(node_[from].conts), cont_words(c), block(fresh));
+  wrote(block(fresh), cont_words(c) * sizeof(uint32_t));
   node_[to].conts = fresh;
   node_[to].cont_class = node_[from].cont_class;
   node_[to].num_conts = node_[from].num_conts;
+  wrote_node(to);
 }
 
 void ContextForest::add_cont(uint32_t n, Continuation c, bool latest) {
@@ -174,6 +195,11 @@ void ContextForest::add_cont(uint32_t n, Continuation c, bool latest) {
     resize_conts(n, next_class(node.cont_class, num_conts(node)));
   const uint32_t slot = node.cont_class < kFirstHashed ? uint32_t(node.num_conts++) : cont_table(node).put(Hash(uint32_t(c.token)));
   entries(node)[slot] = c;
+  wrote(entries(node) + slot, sizeof c);
+  if (node.cont_class < kFirstHashed)
+    wrote_node(n);
+  else
+    wrote_slot(cont_table(node), slot);
   rise(node, slot, latest);
 }
 
@@ -182,11 +208,13 @@ void ContextForest::drop_cont(uint32_t n, uint32_t slot) {
   Continuation* e = entries(node);
   if (node.cont_class >= kFirstHashed) {
     cont_table(node).erase(slot);
+    wrote_slot(cont_table(node), slot);
     uint32_t* top = cont_top(node);
     if (uint32_t* in_top = std::find(top, top + kTop, slot); in_top != top + kTop) {
       std::copy(in_top + 1, top + kTop, in_top);
       top[kTop - 1] = kNone;
       refill_top(node);
+      wrote(top, kTop * sizeof *top);
     }
     const uint32_t left = num_conts(node);
     if (left < limit_of(node.cont_class - 1) / 4 * 3) resize_conts(n, roomy_class(left));
@@ -205,6 +233,8 @@ void ContextForest::drop_cont(uint32_t n, uint32_t slot) {
     }
   }
   if (slot < last) e[slot] = e[last];
+  wrote(e, (last + 1) * sizeof *e);
+  wrote_node(n);
   if (last == 1) {  // told by the node itself
     arena_.give(node.conts, cont_words(node.cont_class));
     node.cont_class = node.num_conts = 0;
@@ -217,6 +247,8 @@ void ContextForest::resize_conts(uint32_t n, int size_class) {
   const uint32_t fresh = arena_.take(cont_words(size_class));
   Node& node = node_[n];
   const Node old = node;
+  wrote(block(fresh), cont_words(size_class) * sizeof(uint32_t));
+  wrote_node(n);
   node.conts = fresh;
   node.cont_class = uint32_t(size_class);
   node.num_conts = 0;
@@ -251,8 +283,10 @@ void ContextForest::rise(const Node& node, uint32_t slot, bool latest) {
     if (slot >= kTop) {
       if (!before(e[slot], e[kTop - 1], latest)) return;
       std::swap(e[slot], e[kTop - 1]);
+      wrote(e + slot, sizeof *e);
       slot = kTop - 1;
     }
+    wrote(e, kTop * sizeof *e);
     for (; slot > 0 && before(e[slot], e[slot - 1], latest); slot--) std::swap(e[slot], e[slot - 1]);
     return;
   }
@@ -262,6 +296,7 @@ void ContextForest::rise(const Node& node, uint32_t slot, bool latest) {
     if (!before(e[slot], e[top[kTop - 1]], latest)) return;
     top[i = kTop - 1] = slot;
   }
+  wrote(top, kTop * sizeof *top);
   for (; i > 0 && before(e[slot], e[top[i - 1]], latest); i--) std::swap(top[i], top[i - 1]);
 }
 
@@ -270,6 +305,7 @@ void ContextForest::sink(const Node& node, uint32_t slot) {
   Continuation* e = entries(node);
   if (node.cont_class < kFirstHashed) {
     if (slot >= kTop) return;
+    wrote(e, kTop * sizeof *e);
     const uint32_t num = node.num_conts, last = std::min<uint32_t>(kTop, num) - 1;
     for (; slot < last && before(e[slot + 1], e[slot], false); slot++) std::swap(e[slot], e[slot + 1]);
     if (slot != kTop - 1) return;
@@ -277,11 +313,13 @@ void ContextForest::sink(const Node& node, uint32_t slot) {
     for (uint32_t i = kTop; i < num; i++)
       if (before(e[i], e[best], false)) best = i;
     std::swap(e[slot], e[best]);
+    wrote(e + best, sizeof *e);
     return;
   }
   uint32_t* top = cont_top(node);
   uint32_t i = uint32_t(std::find(top, top + kTop, slot) - top);
   if (i == kTop) return;
+  wrote(top, kTop * sizeof *top);
   for (; i + 1 < kTop && before(e[top[i + 1]], e[slot], false); i++) std::swap(top[i], top[i + 1]);
   if (i == kTop - 1) refill_top(node);
 }

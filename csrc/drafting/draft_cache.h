@@ -15,6 +15,7 @@
 #include "context_forest.h"
 #include "estimator.h"
 #include "expansion.h"
+#include "lookup_mirror.h"
 #include "structure.h"
 
 namespace speceyes::drafting {
@@ -79,6 +80,27 @@ class DraftCache {
   // Drafts as the policy chooses them, the same for every thread count. What was judged up to the first position that is
   // not proposed is remembered: extend() learns from it. False, and nothing done, when a request is named twice.
   bool propose(const Proposal& p);
+
+  // Drafting on a device (draft_cache_lookup.cpp). The mirror exists, and costs its marks, from the first call on.
+  LookupMirror& mirror();
+  bool mirrored() const { return mirror_ != nullptr; }
+  // What the device has to know of each request; forgets what was proposed before. Unless kDone, nothing was written.
+  // kStructured: the estimator would follow the request's structure, which the device cannot. `settled`: with the matches
+  // that live requests keep; otherwise the device searches for them.
+  enum class RowsAnswer { kDone, kNamedTwice, kStructured };
+  RowsAnswer lookup_rows(const int64_t* requests, int32_t batch, const int32_t* caps, int most, bool settled, lookup::Row* out);
+  // Takes the device's drafts for these rows as if propose() had made them; requests that ended meanwhile are left out.
+  struct DeviceDrafts {
+    const int64_t* requests;
+    int32_t batch, most;
+    const Token* tokens;        // [batch, most]
+    const int32_t* lengths;     // [batch]
+    const uint8_t* source;      // [batch, most] level of the longest match
+    const int32_t* judged;      // [batch]; not with counts_only
+    const Position* positions;  // [batch, most + 1]; not with counts_only
+  };
+  void adopt(const DeviceDrafts& drafts);
+  const CacheOptions& options() const { return options_; }
 
   CacheStats stats() const;
   const SourceStats& by_source() const { return by_source_; }
@@ -172,6 +194,9 @@ class DraftCache {
     Context context(int depth) const { return {said + newest, std::min(depth, held)}; }
   };
   struct Batch;
+  bool asks(const Live& r, int level) const {
+    return r.roots[level] != kNone && (options_.levels >> level & 1) != 0 && !(level == 0 && options_.strict_isolation);
+  }
   void begin(Chain& c) const;
   void follow(Chain& c, Token token) const;
   void catch_up(Chain& c, int level) const;
@@ -215,6 +240,7 @@ class DraftCache {
   std::vector<GrowTo> wanted_;
   CacheStats stats_;
   SourceStats by_source_;
+  std::unique_ptr<LookupMirror> mirror_;  // goes before what it tracks
 };
 
 }  // namespace speceyes::drafting

@@ -204,6 +204,7 @@ std::string DraftCache::load(CacheImage image, bool* tables) {
     throw;
   }
   estimator_ = std::move(learned);
+  if (mirror_ != nullptr) mirror_->track_estimator();
   stats_ = {};
   stats_.tokens = int64_t(image.tokens.size());
   stats_.ended_responses = int64_t(image.responses.size());

@@ -31,7 +31,7 @@ void DraftCache::begin(Chain& c) const {
     c.match[s] = {kNone, 0};
     c.behind[s] = 0;
     c.leapt[s] = false;
-    if (r.roots[s] != kNone && (options_.levels >> s & 1) && !(s == 0 && options_.strict_isolation)) {
+    if (asks(r, s)) {
       forest_[size_t(s)].settle(r.roots[s], c.live->cursor[s], c.context(options_.max_depth));
       c.match[s] = r.cursor[s].match;
     }

@@ -32,8 +32,7 @@ Estimator::Estimator() : logit_(kCells), p_(kCells), seen_(kCells) {
     for (int v = 0; v < kViews; v++) w[v] = v % kRanks == 0 ? 0.3f : 0.09f;
     w[kViews] = 0;
   };
-  for (auto& row : weight_block_) weigh(row);
-  for (auto& row : weight_run_) weigh(row);
+  for (auto& row : weight_) weigh(row);
 }
 
 void Estimator::read_inputs(const Judged& j, int block, int run, float* x) const {
@@ -45,11 +44,13 @@ void Estimator::learn_weights(const float* x, int block, int run, float error) {
   steps_block_[block]++;
   steps_run_[run]++;
   const float step = mul(kRate, error);
+  float* of_run = weight_[kBlockKinds + run];
   for (int v = 0; v < kInputs; v++) {
     const float change = mul(step, x[v]);
-    weight_block_[block][v] = add(weight_block_[block][v], change);
-    weight_run_[run][v] = add(weight_run_[run][v], change);
+    weight_[block][v] = add(weight_[block][v], change);
+    of_run[v] = add(of_run[v], change);
   }
+  if (dirty_weights_ != nullptr) dirty_weights_->mark(0, kWeightBytes);
 }
 
 void Estimator::learn_cells(const Judged& j, int block, int run, float right) {
@@ -70,6 +71,7 @@ void Estimator::learn_cells(const Judged& j, int block, int run, float right) {
     p_[cell[i]] = p[i];
     logit_[cell[i]] = x[i];
     seen_[cell[i]] = uint8_t(std::min(int(seen_[cell[i]]) + 1, kMaxSeen));
+    if (dirty_logits_ != nullptr) dirty_logits_->mark(cell[i] * sizeof(float), sizeof(float));
   }
 }
 
@@ -86,14 +88,20 @@ void Estimator::learn(const Position& p, Token token) {
   if (p.has_second) learn_cells(p.second, block, run, second_right);
 }
 
+void Estimator::track(DirtyWords* logits, DirtyWords* weights) {
+  dirty_logits_ = logits;
+  dirty_weights_ = weights;
+  if (logits != nullptr) logits->mark(0, kCells * sizeof(float));
+  if (weights != nullptr) weights->mark(0, kWeightBytes);
+}
+
 EstimatorImage Estimator::image() const {
   EstimatorImage out;
   out.layout = kLayout;
   out.inputs = kInputs;
   for (uint32_t c = 0; c < uint32_t(kCells); c++)
     if (seen_[c] > 0) out.cells.push_back({c, p_[c], float(seen_[c])});
-  out.weights.assign(weight_block_[0], weight_block_[0] + kBlockKinds * kInputs);
-  out.weights.insert(out.weights.end(), weight_run_[0], weight_run_[0] + kRunKinds * kInputs);
+  out.weights.assign(weight_[0], weight_[0] + (kBlockKinds + kRunKinds) * kInputs);
   out.steps.assign(steps_block_, steps_block_ + kBlockKinds);
   out.steps.insert(out.steps.end(), steps_run_, steps_run_ + kRunKinds);
   return out;
@@ -111,11 +119,10 @@ bool Estimator::restore(const EstimatorImage& image) {
     logit_[c.index] = logit(p_[c.index]);
     seen_[c.index] = uint8_t(c.seen);
   }
-  const auto weights = image.weights.begin();
-  std::copy_n(weights, kBlockKinds * kInputs, weight_block_[0]);
-  std::copy_n(weights + kBlockKinds * kInputs, kRunKinds * kInputs, weight_run_[0]);
+  std::copy(image.weights.begin(), image.weights.end(), weight_[0]);
   std::copy_n(image.steps.begin(), int(kBlockKinds), steps_block_);
   std::copy_n(image.steps.begin() + kBlockKinds, int(kRunKinds), steps_run_);
+  track(dirty_logits_, dirty_weights_);
   return true;
 }
 

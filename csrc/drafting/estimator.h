@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "cache_image.h"
+#include "dirty_words.h"
 #include "context_forest.h"
 #include "estimator_math.h"
 
@@ -30,7 +31,7 @@ class Estimator {
   // block, `run` the right top predictions in a row so far, this draft's positions included. Many threads may judge.
   bool judge(const EvidenceTable& evidence, int block, int run, Position& out) const {
     const int kind = run_kind(run);
-    return judge_position(evidence, logit_.data(), weight_block_[block], weight_run_[kind], block, kind, out);
+    return judge_position(evidence, logit_.data(), weight_[block], weight_[kBlockKinds + kind], block, kind, out);
   }
   // `token` turned out to be the one at a judged position.
   void learn(const Position& p, Token token);
@@ -41,13 +42,15 @@ class Estimator {
   // False, and nothing done, for tables of another layout, size or range.
   bool restore(const EstimatorImage& image);
 
-  // What a device needs to judge: [kCells]; [kBlockKinds][kInputs]; [kRunKinds][kInputs].
+  // What a device needs to judge: logits [kCells]; weights [kBlockKinds + kRunKinds][kInputs], those of runs behind those
+  // of blocks. Written ones are marked while `logits` and `weights` are not null.
   const float* logits() const { return logit_.data(); }
-  const float* block_weights() const { return weight_block_[0]; }
-  const float* run_weights() const { return weight_run_[0]; }
+  const float* weights() const { return weight_[0]; }
+  static constexpr size_t kWeightBytes = (kBlockKinds + kRunKinds) * kInputs * sizeof(float);
+  void track(DirtyWords* logits, DirtyWords* weights);
 
   size_t bytes() const {
-    return kCells * (sizeof logit_[0] + sizeof p_[0] + sizeof seen_[0]) + sizeof weight_block_ + sizeof weight_run_;
+    return kCells * (sizeof logit_[0] + sizeof p_[0] + sizeof seen_[0]) + sizeof weight_;
   }
 
  private:
@@ -58,8 +61,8 @@ class Estimator {
   std::vector<float> logit_;  // of p_: all that judging reads
   std::vector<float> p_;
   std::vector<uint8_t> seen_;
-  float weight_block_[kBlockKinds][kInputs];
-  float weight_run_[kRunKinds][kInputs];
+  float weight_[kBlockKinds + kRunKinds][kInputs];
+  DirtyWords *dirty_logits_ = nullptr, *dirty_weights_ = nullptr;
   uint64_t steps_block_[kBlockKinds] = {}, steps_run_[kRunKinds] = {};  // how often each row of weights learned
 };
 

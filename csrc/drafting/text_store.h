@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "dirty_words.h"
 #include "pod_array.h"
 
 namespace speceyes::drafting {
@@ -38,10 +39,12 @@ class TextStore {
     } else {
       const uint32_t page = take_page(s.last / kPage);
       page_[s.last / kPage].next = page;
+      page_.wrote(&page_[s.last / kPage]);
       pos = page * kPage;
     }
     if (clock_ + 1 >= clock_end_) renumber();
     token_[pos] = token;
+    token_.wrote(&token_[pos]);
     clock_at_[pos] = ++clock_;
     s.last = pos;
     s.length++;
@@ -100,6 +103,7 @@ class TextStore {
   void pop_front(Sequence& s) {
     const Pos gone = s.begin, next = after(gone);
     token_[gone] = kGone;
+    token_.wrote(&token_[gone]);
     s.length--;
     if (s.length == 0) {
       free_page(gone / kPage);
@@ -109,6 +113,7 @@ class TextStore {
     s.begin = next;
     if (next / kPage != gone / kPage) {
       page_[next / kPage].previous = kNone;
+      page_.wrote(&page_[next / kPage]);
       free_page(gone / kPage);
     }
   }
@@ -145,6 +150,7 @@ class TextStore {
     if (page != kNone) {
       free_ = page_[page].next;
       std::fill_n(token_.data() + size_t(page) * kPage, kPage, kGone);
+      token_.wrote(token_.data() + size_t(page) * kPage, kPage * sizeof(Token));
     } else {
       page = uint32_t(page_.size());
       page_.push_back({});
@@ -152,10 +158,12 @@ class TextStore {
       clock_at_.resize(clock_at_.size() + kPage, 0);
     }
     page_[page] = {previous, kNone};
+    page_.wrote(&page_[page]);
     return page;
   }
   void free_page(uint32_t page) {
     page_[page] = {kNone, free_};
+    page_.wrote(&page_[page]);
     free_ = page;
   }
 
@@ -171,9 +179,11 @@ class TextStore {
     for (const auto& [clock, pos] : order) clock_at_[pos] = ++clock_;
   }
 
-  PodArray<Token> token_;
+  friend class LookupMirror;
+
+  TrackedArray<Token> token_;
   PodArray<uint32_t> clock_at_;
-  PodArray<Page> page_;
+  TrackedArray<Page> page_;
   uint32_t free_ = kNone;
   uint32_t clock_ = 0, clock_end_;
 };

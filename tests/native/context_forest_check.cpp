@@ -1,6 +1,6 @@
 // The context forest against brute force over the raw sequences: random appends (with and without cursors), removals and
 // truncations of sequences whose beginnings may be in no tree; matches, counts, continuations, order, newest, ancestors,
-// advancing, cursors; all that the forest holds; nothing left at the end. argv: first seed, number of seeds.
+// advancing, cursors; the mirror and lookups in it; all that the forest holds; nothing left at the end. argv: first seed, number of seeds.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -11,6 +11,7 @@
 
 #include "context_forest.h"
 #include "context_forest_probe.h"
+#include "lookup_mirror_probe.h"
 
 using namespace speceyes::drafting;
 
@@ -49,13 +50,14 @@ struct World {
   bool split;
   TextStore text;
   ContextForest forest;
+  MirrorProbe mirror;
   uint32_t root[2];
   std::vector<Sequence> all;
 
   explicit World(int seed)
       : random(seed), alphabet(seed % 7 == 0 ? 40 : seed % 7 == 3 ? 400 : 1 + seed % 5),
         depth(1 + (seed / 3) % (seed % 3 ? 64 : 6)), split(seed % 2), text(seed % 5 == 0 ? 500 : kNone),
-        forest(text, depth, split), root{forest.new_tree(), forest.new_tree()} {}
+        forest(text, depth, split), mirror(text, forest, split), root{forest.new_tree(), forest.new_tree()} {}
 
   unsigned below(unsigned n) { return random() % n; }
   // Where the alphabet is large: few contexts with many continuations, some of them frequent.
@@ -200,12 +202,15 @@ struct World {
     for (unsigned j = below(6); j > 0; j--) c.insert(c.begin(), some());
     Match m = forest.find(root[tree], view(c));
     compare(tree, c, m);
+    mirror.find(root[tree], view(c), m);
     for (int k = 0; k < 8; k++) {
       Token t = some();
       Continuation top[1];
       if (m.length > 0 && below(3)) forest.continuations(m.at, top, 1), t = top[0].token;
       c.insert(c.begin(), t);
+      const Match before = m;
       m = forest.advance(root[tree], m, t, view(c));
+      mirror.advance(root[tree], before, t, view(c), m);
       same("advancing", m, forest.find(root[tree], view(c)));
       compare(tree, c, m);
     }
@@ -225,7 +230,9 @@ struct World {
         if (s.cursor.match.at == kNone) s.known = s.token.size();  // a prompt's end
         settle(s);
       }
+      if (step % 3 == 0) mirror.sync();
       if (step % 10 == 0) {
+        mirror.sync();
         for (int q = 0; q < 20; q++) ask();
         ContextForestProbe{forest}.check({root[0], root[1]});
       }
@@ -241,8 +248,10 @@ struct World {
     ContextForestProbe{forest}.check({root[1]});
     forest.drop_tree(root[1]);
     ContextForestProbe{forest}.check({});
+    mirror.sync();
     forest.clear();
     text.clear();
+    mirror.sync();
     expect("bytes after clear()", long(forest.bytes() + text.bytes()), 0);
   }
 };

@@ -69,6 +69,5 @@ int main() {
     if (p.has_second) write(p.second);
     estimator.learn(p, truth);
   }
-  for (int i = 0; i < kBlockKinds * kInputs; i++) write(int32_t(bits_of(estimator.block_weights()[i])));
-  for (int i = 0; i < kRunKinds * kInputs; i++) write(int32_t(bits_of(estimator.run_weights()[i])));
+  for (int i = 0; i < (kBlockKinds + kRunKinds) * kInputs; i++) write(int32_t(bits_of(estimator.weights()[i])));
 }

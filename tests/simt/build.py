@@ -16,6 +16,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 CSRC = ROOT / "csrc" / "separability"
+DRAFTING = ROOT / "csrc" / "drafting"
 CACHE = ROOT / ".cache" / "simt"
 
 RUNTIME = ("simt_fiber.cpp", "simt_scheduler.cpp", "simt_collectives.cpp", "simt_global.cpp", "driver.cpp")
@@ -60,11 +61,11 @@ def _flags(mode: str, optimise: str) -> list[str]:
     return ["-std=c++20", optimise, "-g1", *warnings, contract, "-fno-strict-aliasing", *arch, *DEFINES[mode]]
 
 
-def _headers_digest(folders: list[Path]) -> str:
+def _headers_digest(folders: list[Path], suffixes: tuple[str, ...] = (".h", ".cuh")) -> str:
     digest = hashlib.sha256()
     for folder in folders:
         for path in sorted(folder.iterdir()):
-            if path.suffix in {".h", ".cuh"}:
+            if path.suffix in suffixes:
                 digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()
 
@@ -85,11 +86,11 @@ def _compile(source: Path, includes: list[Path], flags: list[str], headers: str)
     return target
 
 
-def patched_sources(patches: tuple[Patch, ...]) -> Path:
+def patched_sources(patches: tuple[Patch, ...], source: Path = CSRC) -> Path:
     """Folder with the library's kernel sources, `patches` applied; the sources themselves when there are none."""
     if not patches:
-        return CSRC
-    texts = {p.name: p.read_text() for p in sorted(CSRC.iterdir()) if p.suffix in {".h", ".cuh", ".cu"}}
+        return source
+    texts = {p.name: p.read_text() for p in sorted(source.iterdir()) if p.suffix in {".h", ".cuh", ".cu"}}
     for patch in patches:
         texts[patch.file], found = re.subn(patch.pattern, patch.replacement, texts[patch.file])
         if found != patch.count:
@@ -105,7 +106,13 @@ def patched_sources(patches: tuple[Patch, ...]) -> Path:
 
 
 def build(
-    sources: list[Path], *, mode: str = "plain", folders: tuple[Path, ...] = (), defines: tuple[str, ...] = ()
+    sources: list[Path],
+    *,
+    mode: str = "plain",
+    folders: tuple[Path, ...] = (),
+    defines: tuple[str, ...] = (),
+    host: tuple[Path, ...] = (),
+    host_folders: tuple[Path, ...] = (),
 ) -> Path:
     """Driver executable with the kernels of `sources`.
 
@@ -119,6 +126,8 @@ def build(
         Include folders of the kernels, before the shim's own.
     defines : tuple of str
         Extra ``-D`` options of the kernels, such as a planted fault's name.
+    host, host_folders : tuple of Path
+        Host code that is not judged, compiled without sanitizers, and its include folders; it may include their sources.
 
     Returns
     -------
@@ -139,6 +148,8 @@ def build(
     shim = _headers_digest([HERE])
     kernel_headers = _headers_digest([*folders, HERE])
     jobs = [(HERE / name, [HERE], runtime_flags, shim) for name in RUNTIME]
+    host_digest = _headers_digest([*host_folders, HERE], (".h", ".cpp")) if host else ""
+    jobs += [(source, [*host_folders, HERE], _flags("plain", "-O1"), host_digest) for source in host]
     jobs += [(source, [*folders, HERE], kernel_flags, kernel_headers) for source in sources]
     with ThreadPoolExecutor(2) as pool:
         objects = list(pool.map(lambda job: _compile(*job), jobs))
