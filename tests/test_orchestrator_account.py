@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import virtual_loop
-from test_orchestrator_funnel import Loop, engines, phase_of, queries
+from funnel_cases import Loop, engines, phase_of, queries
 from test_orchestrator_runlog import HEADER, FaultyDisk, _records
 
 from speceyes_kernels.orchestrator.account import CostAccount
@@ -158,6 +158,22 @@ def test_the_figures_by_hand():
     assert (figures.judge_s, figures.draft_s, figures.loop_s) == (1, 2, 10)
     assert figures.gain == pytest.approx(10 / ((3 + 13 + 13) / 3)) and figures.interval is None
     assert figures.formula == pytest.approx(10 / (1 + 2 / 3 * 2 + 2 / 3 * 10))
+
+
+def test_only_the_last_count_where_memory_must_stay_flat():
+    rng = np.random.default_rng(1)
+    old, _ = _answers(rng, 300, beta=0.0)
+    new, _ = _answers(rng, 50)
+    account, fresh = CostAccount(last=50), CostAccount()
+    for answer in (*old, *new):
+        account.add(None, answer)
+        account.add_audit(None, answer, _audit(rng, 4.0))
+    for answer in new:
+        fresh.add(None, answer)
+    figures, wanted = account.figures(interval=False), fresh.figures(interval=False)
+    assert (figures.queries, figures.audits, figures.interval) == (350, 50, None)
+    assert (figures.beta, figures.alpha, figures.loop_s) == (wanted.beta, wanted.alpha, wanted.loop_s)
+    assert account.routes.total() == 350 and account.routes["draft"] == fresh.routes["draft"]
 
 
 def test_nothing_yet():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from fake_engine import Scripted
-from test_orchestrator_funnel import GONE, engines, queries, run, times
+from funnel_cases import GONE, engines, queries, run, times
 
 from speceyes_kernels.orchestrator.settings import FunnelSettings
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from fake_engine import FakeEngine, Scripted
-from test_orchestrator_funnel import Loop, phase_of, queries, run
+from funnel_cases import Loop, phase_of, queries, run
 
 from speceyes_kernels.orchestrator.breakeven import BreakEven
 from speceyes_kernels.orchestrator.settings import BreakevenSettings

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 
+import funnel_cases
 import pytest
 import virtual_loop
 from PIL import Image
-from test_orchestrator_funnel import engines
 
 from speceyes_kernels.orchestrator.account import CostAccount
 from speceyes_kernels.orchestrator.batch import Progress, load_questions, run_questions
 from speceyes_kernels.orchestrator.config import engine_flag, load_settings, parse_flag
 from speceyes_kernels.orchestrator.errors import ResumeRefused, SettingsError
 from speceyes_kernels.orchestrator.runlog import read_log
+from speceyes_kernels.orchestrator.tools.sandbox.host import Sandbox, SandboxUnavailable
 
 LARGE = {"large.model": "big", "large.urls": ["http://a:1"]}
 
@@ -92,7 +93,7 @@ def _questions(tmp_path, n=6):
 
 
 def _run(tmp_path, folder, limit=None, **flags):
-    large, small = engines(large=2, small=2)
+    large, small = funnel_cases.engines(large=2, small=2)
     settings = load_settings({**LARGE, "agent": "direct", **flags}, environ={}).settings
     main = run_questions(settings, folder, tmp_path / "out", limit=limit, engines=(large, small), quiet=True)
     return virtual_loop.run(main), large, small
@@ -111,6 +112,18 @@ def test_a_folder_of_pictures_and_questions_resumed(tmp_path):
     with pytest.raises(ResumeRefused, match="settings: gate: tau"):
         _run(tmp_path, folder, **{"funnel.gate.tau": 0.5})
     json.dumps(figures)
+
+
+def test_a_sandbox_that_cannot_isolate_ends_the_run_before_any_query(tmp_path, monkeypatch):
+    async def check(self):
+        raise SandboxUnavailable("no namespaces here")
+
+    monkeypatch.setattr(Sandbox, "check", check)
+    made = large, small = funnel_cases.engines(large=2, small=2)
+    monkeypatch.setattr(funnel_cases, "engines", lambda **how: made)
+    with pytest.raises(SettingsError, match="tool 'code' cannot be used here: no namespaces"):
+        _run(tmp_path, _questions(tmp_path), agent="thyme")
+    assert not large.calls and not small.calls and large.closed == small.closed == 1
 
 
 def test_questions_from_jsonl(tmp_path):

@@ -11,7 +11,6 @@ import pytest
 pytest.importorskip("scipy", reason="the drift watch needs scipy: pip install 'speceyes_kernels[orchestrator]'")
 
 from speceyes_kernels.orchestrator.drift import DriftWatch
-from speceyes_kernels.orchestrator.types import Answer, Scores, Step, Trail
 
 
 def distance(a, b):
@@ -74,24 +73,6 @@ def test_with_early_rejection_only_whole_drafts_are_compared():
     plain = feed(DriftWatch({"text": known}, window=400), "text", cut)
     floored = feed(DriftWatch({"text": known}, window=400, floors={"text": 5.0}), "text", cut)
     assert any(t.drifted for t in plain) and floored and not any(t.drifted for t in floored)
-
-
-def answer(kind, **scores):
-    scores = {"values": {"min": 6.0, "mean": 9.0}, "num_tokens": 3, "k": 64, **scores}
-    steps = (Step("judge", "no"), Step("draft", scores=Scores(**scores)), Step("gate", "accepted"))
-    return Answer("q", "red", Trail(steps, "draft"), raw="red", kind=kind, model="small")
-
-
-def test_answers_are_read_by_pool_and_kind():
-    watch = DriftWatch({"text": [6.0] * 50}, pool="mean", window=20)
-    for _ in range(19):
-        watch.add(None, answer("text"))
-        watch.add(None, answer("number"))  # not watched
-        watch.add(None, answer("text", rejected_at=2))  # cut
-        watch.add(None, answer("text", values={}, error="no gate"))
-    assert not watch.tests
-    watch.add(None, answer("text"))
-    assert watch.tests["text"].distance == 1.0  # all means are 9
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 import virtual_loop
 from fake_engine import Scripted
+from funnel_cases import Loop, engines, phase_of, queries
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from test_orchestrator_funnel import Loop, engines, phase_of, queries
 
 from speceyes_kernels.orchestrator.disk import Disk
 from speceyes_kernels.orchestrator.errors import ResumeRefused, RunLogError
@@ -357,7 +357,7 @@ def test_pictures_are_safe_before_their_line(tmp_path):
 CHILD = """
 import sys, asyncio
 sys.path.insert(0, {tests!r})
-from test_orchestrator_funnel import Loop, engines, queries
+from funnel_cases import Loop, engines, queries
 from speceyes_kernels.orchestrator.funnel import Funnel
 from speceyes_kernels.orchestrator.runlog import RunLog
 from speceyes_kernels.orchestrator.settings import FunnelSettings

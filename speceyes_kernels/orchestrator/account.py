@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -54,28 +55,33 @@ class CostAccount:
         Seconds in service without our own queueing, or shared engine seconds (a batch of n costs each 1 / n).
     agree : callable
         Whether two answer texts agree; default: equal without case and outer blanks.
+    last : int, optional
+        Only the last so many speculating queries and audits count (a server's memory stays flat); the counts of answers,
+        errors and routes are of all. Default: everything.
+
+    Attributes
+    ----------
+    routes : Counter of str
+        Answers by route.
     """
 
     unit: Unit = "service"
     agree: Any = None
-    _judge: list[float] = field(default_factory=list)
-    _draft: list[float] = field(default_factory=list)
-    _loops: list[float] = field(default_factory=list)  # of each query that speculated: its loop, NaN without
-    _totals: list[float] = field(default_factory=list)
-    _audits: list[float] = field(default_factory=list)
-    _agreed: int = 0
-    _failed: int = 0
+    last: int | None = None
+    routes: Counter[str] = field(default_factory=Counter)
     _errors: int = 0
-    _answers: int = 0
-    _no: int = 0
-    _accepted: int = 0
+
+    def __post_init__(self) -> None:
+        self._judge, self._draft, self._totals, self._audits = (deque[float](maxlen=self.last) for _ in range(4))
+        self._loops: deque[float] = deque(maxlen=self.last)  # of each query that speculated: its loop, NaN without
+        self._no, self._accepted, self._agreed = (deque[bool](maxlen=self.last) for _ in range(3))
 
     def seconds(self, step: Step) -> float:
         return (step.service_s if self.unit == "service" else step.share_s) + step.tool_s
 
     def add(self, query: Query | None, answer: Answer) -> None:
         """An observer of the funnel."""
-        self._answers += 1
+        self.routes[answer.trail.route] += 1
         self._errors += answer.status == "error"
         trail = answer.trail
         if trail.route not in _SPECULATED:
@@ -84,9 +90,9 @@ class CostAccount:
         for step in trail.steps:
             by_phase.setdefault(step.phase, []).append(step)
         for phase, means in (("judge", self._judge), ("draft", self._draft)):
-            means += [self.seconds(s) for s in by_phase.get(phase, ()) if not s.error]
-        self._no += "draft" in by_phase
-        self._accepted += trail.route == "draft"
+            means.extend(self.seconds(s) for s in by_phase.get(phase, ()) if not s.error)
+        self._no.append("draft" in by_phase)
+        self._accepted.append(trail.route == "draft")
         loop = [self.seconds(s) for s in trail.steps if s.phase not in ("judge", "draft", "gate")]
         self._loops.append(sum(loop) if loop else math.nan)
         self._totals.append(sum(self.seconds(s) for s in trail.steps) + trail.wasted.service_s)
@@ -94,34 +100,37 @@ class CostAccount:
     def add_audit(self, query: Query | None, answer: Answer, result: Mapping[str, Any]) -> None:
         """An audit's observer. A failed one has no time of its own and does not agree."""
         if result.get("error") and not result["steps"]:
-            self._failed += 1
+            self._agreed.append(False)
             return
         self._audits.append(sum(self.seconds(s) for s in audit_steps(result)))
         same = self.agree or (lambda a, b: a.strip().casefold() == b.strip().casefold())
-        self._agreed += bool(same(answer.text, result["text"]))
+        self._agreed.append(bool(same(answer.text, result["text"])))
 
-    def figures(self, seed: int = 0) -> Figures:
+    def figures(self, seed: int = 0, *, interval: bool = True) -> Figures:
+        """``interval``: False leaves the gain's out, which alone takes long (a bootstrap)."""
         loops, totals = np.array(self._loops), np.array(self._totals)
         ran = np.isfinite(loops)
         audits = np.array(self._audits)
         assumed = len(audits) < LEAST
-        gain = interval = formula = None
-        share = self._accepted / len(totals) if len(totals) else 0.0
+        gain = formula = None
+        share = sum(self._accepted) / len(totals) if len(totals) else 0.0
+        within = None
         if ran.any() or (len(audits) and not assumed):
             slow = float(loops[ran].mean()) if ran.any() else float(audits.mean())
             quick = slow if assumed else float(audits.mean())
             every = (1 - share) * slow + share * quick
             if totals.mean() > 0:
                 gain = float(every / totals.mean())
-                interval = self._interval(loops, totals, audits, assumed, seed)
+                within = self._interval(loops, totals, audits, assumed, seed) if interval else None
             fixed = _mean(self._judge, 0.0) + (len(self._draft) / len(totals)) * _mean(self._draft, 0.0)
             if fixed + (1 - share) * every > 0:
                 formula = float(every / (fixed + (1 - share) * every))
         return Figures(
-            self._answers, self._errors, Share(self._no, len(totals)), Share(self._accepted, self._no),
+            self.routes.total(), self._errors, Share(sum(self._no), len(totals)),
+            Share(sum(self._accepted), sum(self._no)),
             _mean(self._judge), _mean(self._draft), float(loops[ran].mean()) if ran.any() else None,
             float(audits.mean()) if len(audits) else None, len(audits),
-            Share(self._agreed, len(audits) + self._failed), assumed, gain, interval, formula,
+            Share(sum(self._agreed), len(self._agreed)), assumed, gain, within, formula,
         )  # fmt: skip
 
     @staticmethod
@@ -155,5 +164,5 @@ def _means(values: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     return rng.multinomial(n, np.full(n, 1 / n), size=SAMPLES) @ values / n
 
 
-def _mean(values: Sequence[float], empty: Any = None) -> Any:
-    return float(np.mean(values)) if len(values) else empty
+def _mean(values: Collection[float], empty: Any = None) -> Any:
+    return sum(values) / len(values) if len(values) else empty

@@ -41,6 +41,11 @@ class Auditor:
         self.observers: list[AuditObserver] = []
         self.problem: RunLogError | None = None
 
+    @property
+    def open(self) -> int:
+        """Audits that wait or run."""
+        return self._open
+
     def start(self, query: Query, answer: Answer, content: str | None) -> None:
         """Queues the audit of an accepted query."""
         if self._open == 0:

@@ -21,6 +21,7 @@ from .funnel import Funnel
 from .images import Picture
 from .runlog import RunLog
 from .settings import SpeceyesSettings
+from .tools.base import ToolError
 from .types import Agent, Query
 
 _PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif")
@@ -106,6 +107,7 @@ async def _run(
     settings: SpeceyesSettings, queries: list[Query], log: RunLog, large: Engine, small: Engine | None, quiet: bool
 ) -> dict[str, Any]:
     agent: Agent | None = None if settings.agent == "direct" else _AGENTS[settings.agent]()
+    await check_tools(agent)
     account = CostAccount()
     done = 0
     for past in log.past.values():
@@ -125,6 +127,23 @@ async def _run(
             async for answer in funnel.run(queries):
                 progress.update(answer.trail.route, account)
     return summary(account.figures())
+
+
+async def check_tools(agent: Agent | None) -> None:
+    """Before any query is spent: each tool of the agent that can say whether it works here says so.
+
+    Raises
+    ------
+    SettingsError
+        One does not.
+    """
+    for tool in getattr(agent, "tools", ()):
+        check = getattr(tool, "check", None)
+        if check is not None:
+            try:
+                await check()
+            except ToolError as error:
+                raise SettingsError(f"agent: its tool {tool.name!r} cannot be used here: {error}") from error
 
 
 def _artifact(settings: SpeceyesSettings) -> Any:

@@ -37,11 +37,13 @@ class BreakEven:
     Attributes
     ----------
     paused : bool
+    pauses : int
+        How often it was.
     """
 
     def __init__(self, settings: BreakevenSettings) -> None:
         self.settings = settings
-        self.paused = False
+        self.paused, self.pauses = False, 0
         self._window: deque[_Record] = deque(maxlen=settings.window)
         self._probes: deque[_Record] = deque(maxlen=settings.probes)
         self._since = 0
@@ -95,6 +97,7 @@ class BreakEven:
 
     def _pause(self, gain: float) -> None:
         self.paused, self._since = True, 0
+        self.pauses += 1
         self._probes.clear()
         logger.warning(
             "speculation pauses: over %d judged queries it gave %.2fx; every %dth query probes, about %d queries until "

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .types import Answer, Query
-
 logger = logging.getLogger("speceyes_kernels.orchestrator")
 
 
@@ -38,9 +36,7 @@ class DriftWatch:
     Parameters
     ----------
     samples : mapping of kind to scores
-        Calibration's, in score units. Kinds with none are not watched.
-    pool : str
-        The score that decides.
+        Calibration's, of the pool that decides. Kinds with none are not watched.
     window : int
         Scores a test.
     level : float
@@ -54,6 +50,10 @@ class DriftWatch:
         The latest of each kind.
     drifted : set of str
         Kinds whose latest window differs.
+    seen : dict of str to int
+        Scores taken in, by kind.
+    episodes : dict of str to int
+        How often each kind began to differ: so many warnings.
 
     Raises
     ------
@@ -65,7 +65,6 @@ class DriftWatch:
         self,
         samples: Mapping[str, Sequence[float]],
         *,
-        pool: str = "min",
         window: int = 500,
         level: float = 0.01,
         floors: Mapping[str, float] | None = None,
@@ -74,7 +73,7 @@ class DriftWatch:
             raise ValueError(f"level: expected a probability between 0 and 1, got {level!r}")
         if window < 20:
             raise ValueError(f"window: expected at least 20 scores, got {window!r}")
-        self.pool, self.window, self.level = pool, window, level
+        self.window, self.level = window, level
         self._floors = dict(floors or {})
         self._samples = {}
         for kind, values in samples.items():
@@ -88,19 +87,14 @@ class DriftWatch:
         self._windows = dict.fromkeys(self._samples, 0)
         self.tests: dict[str, DriftTest] = {}
         self.drifted: set[str] = set()
-
-    def add(self, query: Query | None, answer: Answer) -> None:
-        """An observer of the funnel: the score of the answer's draft, where there is one."""
-        for step in answer.trail.steps:
-            if step.phase == "draft" and step.scores is not None and step.scores.rejected_at is None:
-                score = step.scores.values.get(self.pool)
-                if score is not None and answer.kind is not None:
-                    self.score(answer.kind, score)
+        self.seen = dict.fromkeys(self._samples, 0)
+        self.episodes = dict.fromkeys(self._samples, 0)
 
     def score(self, kind: str, score: float) -> DriftTest | None:
         """One live score; a test where it fills its kind's window."""
         if kind not in self._samples or not score > self._floor(kind):
             return None
+        self.seen[kind] += 1
         live = self._live[kind]
         live.append(score)
         if len(live) < self.window:
@@ -119,6 +113,7 @@ class DriftWatch:
             self.drifted.discard(kind)
         elif kind not in self.drifted:
             self.drifted.add(kind)
+            self.episodes[kind] += 1
             logger.warning(
                 "draft scores of kind %r are not those of calibration: distance %.3f, p = %.2g over the last %d "
                 "(median %.2f, calibrated %.2f); calibrate again with `speceyes calibrate`",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import anyio
 
+from .account import CostAccount
 from .audit import Auditor, chosen
 from .barrier import DRAFTED, JUDGED, Seat
 from .breakeven import BreakEven
@@ -17,6 +18,7 @@ from .calibration.kinds import kind_of
 from .engines.base import Engine
 from .errors import EngineClosed, EngineRefused, PictureError, RunLogError, SettingsError
 from .journal import Journal
+from .metrics import Metrics, metrics, watch
 from .modes import check_agent, specreason, tool_draft
 from .phases import Calibration, Gate, direct_request, draft_request, final_text, judge_request, judged, step_of
 from .settings import FunnelSettings, Mode
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("speceyes_kernels.orchestrator")
 
+ACCOUNTED = 10_000  # queries in the live account, so that a server's memory stays flat
 _FINAL = (PictureError, EngineRefused, EngineClosed)  # another attempt would end alike
 
 
@@ -100,8 +103,10 @@ class Funnel:
         self._runs: set[Any] = set()
         self.auditor = Auditor(self)
         self.breakeven = BreakEven(settings.breakeven)
-        self.observers.append(self.breakeven.add)
-        self.auditor.observers.append(self.breakeven.add_audit)
+        self.account = CostAccount(last=ACCOUNTED)
+        self.drift = watch(self.gate)
+        self.observers += [self.account.add, self.breakeven.add]
+        self.auditor.observers += [self.account.add_audit, self.breakeven.add_audit]
         self._seen: set[str] = set()
 
     def _check_mode(self, mode: Mode) -> None:
@@ -203,6 +208,10 @@ class Funnel:
         if answer.trail.audit:
             self.auditor.start(query, answer, content)
         return answer
+
+    def metrics(self) -> Metrics:
+        """What it has done so far, for a metrics page; takes milliseconds and changes nothing."""
+        return metrics(self)
 
     # ---- the way of one query --------------------------------------------------------------------------------------
     async def _solve(self, journal: Journal, tau: float | None, mode: Mode) -> Answer:
@@ -309,6 +318,10 @@ class Funnel:
         """The gate's step: "accepted" (text "guaranteed" where it is) or "rejected"."""
         journal.kind = self.kind_of(journal.query, draft.text)
         verdict = self.gate.decide(draft.scores, journal.kind, tau)
+        if self.drift is not None:
+            score = self.gate.calibrated_score(draft.scores)
+            if score is not None:
+                self.drift.score(journal.kind, score)
         step = Step(
             "gate", "accepted" if verdict.accepted else "rejected", "guaranteed" if verdict.guaranteed else "",
             start_s=journal.seconds, error=verdict.error,

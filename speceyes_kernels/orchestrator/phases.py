@@ -13,7 +13,7 @@ from .agents.prompts import question_text
 from .engines.base import Engine
 from .errors import SettingsError
 from .settings import FunnelSettings, GateSettings
-from .types import Priority, Query, Reply, Request, ScoreRequest, Scores, Step, Turn
+from .types import Form, Priority, Query, Reply, Request, ScoreRequest, Scores, Step, Turn
 
 logger = logging.getLogger("speceyes_kernels.orchestrator")
 
@@ -28,6 +28,7 @@ _ENDS = {
     "number": "Answer with the number and nothing else.",
     "text": "Answer with a word or a short phrase and nothing else.",
 }
+_WITHOUT_K = "min_logprob"  # the pool on whose scores k has no bearing
 _NO = re.compile(r"\W*no\b", re.IGNORECASE)
 _THOUGHT = re.compile(r".*</think>", re.DOTALL)
 
@@ -85,7 +86,10 @@ class Calibration(Protocol):
     strict: bool
     large: str
     small: str
+    span: str
+    source: str
     thresholds: Any
+    samples: Any
 
     @property
     def guaranteed(self) -> bool: ...
@@ -109,28 +113,56 @@ class Gate:
     ----------
     settings : GateSettings
     calibration : optional
-        Replaces ``settings.tau``; pool and k must be its own.
+        Replaces ``settings.tau``. Its pool, comparison, span and k must be the settings' own: scores of others cannot be
+        compared. Its form may be another where decisions are the same in both (pool min): thresholds are converted.
     large, small : str
         Names of the models that run; others than calibration's are warned of, under a guarantee refused.
+
+    Attributes
+    ----------
+    differences : list of str
+        Where what runs is not what was calibrated; each was warned of once.
+
+    Raises
+    ------
+    SettingsError
+        The calibration says nothing about what runs.
     """
 
     def __init__(self, settings: GateSettings, calibration: Calibration | None, large: str, small: str) -> None:
         self.settings, self.calibration = settings, calibration
-        self._warned: set[str] = set()
+        self.differences: list[str] = []
         if calibration is None:
             return
-        if settings.pool != calibration.pool:
-            raise SettingsError(f"gate.pool: expected {calibration.pool!r} as calibrated, got {settings.pool!r}")
-        if settings.strict != calibration.strict:
-            raise SettingsError(f"gate.strict: expected {calibration.strict} as calibrated, got {settings.strict}")
-        given = {"k": settings.k, "form": settings.form, "large": large, "small": small}
-        for name, value in given.items():
-            wanted = getattr(calibration, name)
+        fixed = ["pool", "strict", "span"]
+        if settings.pool != _WITHOUT_K:
+            fixed.append("k")
+        if settings.pool != "min":
+            fixed.append("form")
+        for name in fixed:
+            wanted, value = getattr(calibration, name), getattr(settings, name)
             if value != wanted:
-                problem = f"calibrated with {name} {wanted!r}, running with {value!r}"
-                if calibration.guaranteed:
-                    raise SettingsError(f"calibration: {problem}: its guarantee would not hold; calibrate anew")
-                logger.warning("%s", problem)
+                raise SettingsError(
+                    f"gate.{name}: expected {wanted!r} as calibrated, got {value!r}: the thresholds mean nothing for such "
+                    f"scores; set it to {wanted!r} or calibrate anew"
+                )
+        for name, value in (("large", large), ("small", small)):
+            self._compare(name, getattr(calibration, name), value)
+
+    def _compare(self, name: str, wanted: object, value: object) -> None:
+        if value == wanted:
+            return
+        problem = f"calibrated with {name} {wanted!r}, running with {value!r}"
+        if self.calibration is not None and self.calibration.guaranteed:
+            raise SettingsError(f"calibration: {problem}: its guarantee would not hold; calibrate anew")
+        if problem not in self.differences:
+            self.differences.append(problem)
+            logger.warning("%s: the thresholds were not chosen for it; calibrate anew", problem)
+
+    def _form(self, tau: float | None) -> Form:
+        """The form in whose units the threshold is."""
+        calibrated = self.calibration is not None and tau is None
+        return self.calibration.form if calibrated else self.settings.form  # type: ignore[union-attr, return-value]
 
     def threshold(self, kind: str, tau: float | None = None) -> float:
         """The score above which a draft of this kind is accepted; inf: never. ``tau``: of this call only."""
@@ -151,7 +183,7 @@ class Gate:
             lowest = min(self.threshold(k) for k in kinds)
         if not math.isfinite(lowest):
             return None
-        if self.settings.form == "include_top1":
+        if self._form(tau) == "include_top1":
             lowest = convert_threshold(lowest, self.settings.k, to="exclude_top1")
         # A little under: through the sigmoid and back, a score at the threshold must not fall below it.
         value = float(confidence(lowest - 1e-6 * max(1.0, abs(lowest))))
@@ -162,6 +194,19 @@ class Gate:
         kinds = ("option", "yes/no", "number", "text") if kind is None else (kind,)
         return all(self.threshold(k, tau) == math.inf for k in kinds)
 
+    def calibrated_score(self, scores: Scores | None) -> float | None:
+        """A whole draft's score in the units of the calibration; None where there is none that can be compared."""
+        calibration = self.calibration
+        if calibration is None or scores is None or scores.error is not None or scores.rejected_at is not None:
+            return None
+        value = scores.values.get(calibration.pool)
+        if value is None or math.isnan(value) or (scores.k != calibration.k and calibration.pool != _WITHOUT_K):
+            return None
+        if scores.form == calibration.form:
+            return value
+        form: Form = calibration.form  # type: ignore[assignment]
+        return convert_threshold(value, scores.k, to=form) if calibration.pool == "min" else None
+
     def decide(self, scores: Scores | None, kind: str, tau: float | None) -> Verdict:
         if scores is None or scores.error is not None:
             return Verdict(False, error="no score" if scores is None else f"no score: {scores.error}")
@@ -171,17 +216,25 @@ class Gate:
             return Verdict(False, error=f"no score of pool {settings.pool!r}, only {', '.join(scores.values)}")
         calibrated = self.calibration is not None and tau is None
         guaranteed = calibrated and self.calibration.guaranteed  # type: ignore[union-attr]
-        if calibrated and scores.k != self.calibration.k:  # type: ignore[union-attr]
-            problem = f"scored with k = {scores.k}, calibrated with k = {self.calibration.k}"  # type: ignore[union-attr]
-            if guaranteed:
+        if calibrated:
+            assert self.calibration is not None
+            if scores.k != self.calibration.k and settings.pool != _WITHOUT_K:
+                problem = f"scored with k = {scores.k}, calibrated with k = {self.calibration.k}"
+                if problem not in self.differences:
+                    self.differences.append(problem)
+                    logger.warning("%s: no draft is accepted; calibrate with the k that this engine has", problem)
                 return Verdict(False, error=problem)
-            if problem not in self._warned:
-                self._warned.add(problem)
-                logger.warning("%s", problem)
+            try:
+                self._compare("score source", self.calibration.source, scores.source)
+            except SettingsError as error:
+                return Verdict(False, error=str(error))
         if scores.rejected_at is not None or not value > -math.inf:
             return Verdict(False)
-        if settings.form == "include_top1" and scores.form == "exclude_top1":
-            value = convert_threshold(value, scores.k)
+        form = self._form(tau)
+        if scores.form != form:
+            if settings.pool != "min":
+                return Verdict(False, error=f"scored in form {scores.form}, the threshold of pool {settings.pool} in {form}")
+            value = convert_threshold(value, scores.k, to=form)
         limit = self.threshold(kind, tau)
         accepted = value > limit if settings.strict else value >= limit
         return Verdict(accepted and limit < math.inf, bool(accepted and guaranteed))

@@ -137,6 +137,8 @@ def load_artifact(path: str | Path) -> Artifact:
     """
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ArtifactError(f"{path}: cannot be read: {error.strerror or error}") from error
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ArtifactError(f"{path}: not a calibration artifact ({error}); make one with `speceyes calibrate`") from error
     if not isinstance(data, dict) or data.get("format") != FORMAT:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+BreakerState = Literal["closed", "open", "half-open"]
 
 
 @dataclass(frozen=True)
@@ -23,10 +26,18 @@ class Breaker:
         self._failures = 0
         self._pause = settings.pause
         self.opened_until: float | None = None  # None: closed
+        self._half = False
+        self.opened = 0  # times it went from closed to open
 
     @property
     def closed(self) -> bool:
         return self.opened_until is None
+
+    @property
+    def state(self) -> BreakerState:
+        if self.opened_until is not None:
+            return "open"
+        return "half-open" if self._half else "closed"
 
     def due(self, now: float) -> bool:
         """Whether an open one may be asked for its health."""
@@ -34,14 +45,17 @@ class Breaker:
 
     def succeeded(self) -> None:
         self._failures, self._pause, self.opened_until = 0, self._settings.pause, None
+        self._half = False
 
     def failed(self, now: float) -> None:
         self._failures += 1
         if self.opened_until is not None or self._failures >= self._settings.failures:
+            self.opened += self.opened_until is None and not self._half
+            self._half = False
             self.opened_until = now + self._pause
             self._pause = min(self._pause * self._settings.growth, self._settings.longest)
 
     def healthy(self) -> None:
         """The health check passed: calls pass, and the first failure opens it again."""
-        self.opened_until = None
+        self.opened_until, self._half = None, True
         self._failures = self._settings.failures - 1

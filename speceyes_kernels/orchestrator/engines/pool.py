@@ -92,6 +92,11 @@ class EnginePool:
             all(c.images for c in all_),
         )  # fmt: skip
 
+    @property
+    def breakers(self) -> dict[str, Breaker]:
+        """Each replica's, by its name."""
+        return {r.engine.name: r.breaker for r in self._replicas}
+
     async def complete(self, request: Request) -> Reply:
         """See :class:`~.base.Engine`; ``Reply.attempts`` counts the calls."""
         now = asyncio.get_running_loop().time

@@ -40,6 +40,13 @@ class CodeTool:
             raise ValueError("limits: the sandbox has its own; give one of the two")
         self.sandbox = sandbox or Sandbox(limits)
 
+    async def check(self) -> None:
+        """Whether code can be run here; ToolError says why not."""
+        try:
+            await self.sandbox.check()
+        except SandboxUnavailable as error:
+            raise ToolError(str(error)) from error
+
     async def __call__(self, arguments: CodeArguments, context: ToolContext) -> ToolResult:
         session: Session | None = context.state.get(self.name)
         pictures: dict[str, Pixels] = {}
