@@ -54,6 +54,7 @@ _subcommand(
     "tokenizers, rich and matplotlib; in a checkout `make install` brings all of it",
 )
 _ORCHESTRATOR = "the extra orchestrator: pip install 'speceyes_kernels[cli,orchestrator]'"
+_subcommand("calibrate", "Choose the gate's thresholds on scored answers, with a guarantee if asked.", _ORCHESTRATOR)
 _subcommand("run", "Answer questions by judge, draft, gate and tool loop over two models.", _ORCHESTRATOR)
 _subcommand("show-config", "Show every setting of the funnel, its value, and where that comes from.", _ORCHESTRATOR)
 

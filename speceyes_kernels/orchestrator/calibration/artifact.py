@@ -29,6 +29,7 @@ class KindThreshold:
     accepted: int = 0
     rows: int = 0
     note: str = ""
+    needed: int | None = None  # accepted rows with which half the allowed risk passes with probability .9
 
     def tau(self, pool: str, alpha: float = 0.6) -> float:
         """The same threshold as a confidence, for reading; decisions compare scores."""

@@ -68,7 +68,7 @@ def select(
     ValueError
         An unknown objective, a negative price, a NaN threshold.
     TableError
-        No rows, or none with this score.
+        No rows, none with this score, or one whose base answer is not known.
     """
     if objective not in get_args(Objective):
         raise ValueError(f"objective: expected one of {', '.join(get_args(Objective))}, got {objective!r}")
@@ -76,6 +76,12 @@ def select(
         raise ValueError(f"price_of_error: expected seconds >= 0, got {price_of_error!r}")
     if not len(table):
         raise TableError("table: expected calibration rows, got none")
+    unknown = int((~table.base_known).sum())
+    if unknown:
+        raise TableError(
+            f"table: {unknown} of {len(table)} rows do not say whether the base agent was right, which objective "
+            f"{objective!r} weighs against the drafts: give a run in mode base too, or ask for a guarantee, which needs none"
+        )
     candidates = _sequence(np.asarray(grid(pool) if thresholds is None else thresholds, dtype=np.float64))
     if np.isnan(candidates).any():
         raise ValueError("thresholds: expected numbers, got NaN")

@@ -37,7 +37,8 @@ class Row:
     scores : mapping of (pool, k) to float
         Pooled scores of the draft. Missing, NaN or -inf: never accepted.
     right, base_right : bool
-        Draft and base answer against the gold answer.
+        Draft and base answer against the gold answer. None: the base's answer is not known; objectives refuse such rows, a
+        guarantee does not need it.
     judge_s, draft_s, base_s : float
         Seconds of the three.
     """
@@ -49,7 +50,7 @@ class Row:
     tool_free: bool
     scores: Mapping[ScoreKey, float]
     right: bool
-    base_right: bool = False
+    base_right: bool | None = None
     judge_s: float = 0.0
     draft_s: float = 0.0
     base_s: float = 0.0
@@ -104,7 +105,8 @@ class Table(Sequence[Row]):
         self.kinds = np.array([r.kind for r in self._rows], dtype=object)
         self.tool_free = np.array([r.tool_free for r in self._rows], dtype=bool)
         self.right = np.array([r.right for r in self._rows], dtype=bool)
-        self.base_right = np.array([r.base_right for r in self._rows], dtype=bool)
+        self.base_right = np.array([bool(r.base_right) for r in self._rows], dtype=bool)
+        self.base_known = np.array([r.base_right is not None for r in self._rows], dtype=bool)
         self.judge_s, self.draft_s, self.base_s = (
             np.array([getattr(r, name) for r in self._rows], dtype=np.float64)
             for name in ("judge_s", "draft_s", "base_s")
@@ -132,6 +134,12 @@ class Table(Sequence[Row]):
 
     def _named_keys(self) -> str:
         return ", ".join(f"{pool} at k = {k}" for pool, k in self.keys()) or "none"
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 of the rows, whatever their order."""
+        lines = sorted(row.to_json() for row in self._rows)
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
     def where(self, mask: np.ndarray) -> Table:
         return Table(row for row, keep in zip(self._rows, mask, strict=True) if keep)
