@@ -55,6 +55,11 @@ _subcommand(
 )
 _ORCHESTRATOR = "the extra orchestrator: pip install 'speceyes_kernels[cli,orchestrator]'"
 _subcommand("calibrate", "Choose the gate's thresholds on scored answers, with a guarantee if asked.", _ORCHESTRATOR)
+_subcommand(
+    "eval",
+    "Report accuracy, speedup, ablations and plots of every mode on a data set.",
+    "the extras orchestrator and eval: pip install 'speceyes_kernels[cli,orchestrator,eval]'",
+)
 _subcommand("run", "Answer questions by judge, draft, gate and tool loop over two models.", _ORCHESTRATOR)
 _subcommand("show-config", "Show every setting of the funnel, its value, and where that comes from.", _ORCHESTRATOR)
 

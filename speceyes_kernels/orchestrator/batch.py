@@ -93,7 +93,7 @@ async def run_questions(
             opened.append(large)
         if small is not None:
             opened.append(small)
-        return await _run(settings, queries, log, large, small, quiet)
+        return await answer_all(settings, queries, log, large, small, quiet)
     finally:
         try:
             if log.broken is None:
@@ -103,9 +103,10 @@ async def run_questions(
                 await engine.aclose()
 
 
-async def _run(
+async def answer_all(
     settings: SpeceyesSettings, queries: list[Query], log: RunLog, large: Engine, small: Engine | None, quiet: bool
 ) -> dict[str, Any]:
+    """Answers what the log does not have yet; figures of the whole run. Log and engines stay open."""
     agent: Agent | None = None if settings.agent == "direct" else _AGENTS[settings.agent]()
     await check_tools(agent)
     account = CostAccount()
