@@ -16,6 +16,7 @@ from ..types import Capabilities, Health, Reply, Request, ScoreRequest, Scores
 from .limiter import Limiter
 from .local_prompts import Prompter, sampling_params
 from .remote import gate_result
+from .span import before_answer
 from .stepper import Stepper, give_back_shared, in_process, take_shared
 from .top_logprobs import scores_from_top_logprobs
 
@@ -73,7 +74,12 @@ class LocalEngine:
             slot.tokens = len(done.token_ids)
             scores = None
             if request.score is not None:
-                scores = gate_result(result, request.score) if known.gate else _listed_scores(done, request.score, k)
+                pieces = self._prompter.pieces(done.token_ids) if request.score.span == "answer" else None
+                scores = (
+                    gate_result(result, request.score, pieces)
+                    if known.gate
+                    else _listed_scores(done, request.score, k, pieces)
+                )
             text = done.text if params.detokenize else self._prompter.decode(done.token_ids)
             use = slot.use()
             return Reply(
@@ -93,8 +99,6 @@ class LocalEngine:
         """Log-probabilities to ask for: 0 where the gate scores."""
         if score is None or known.gate:
             return 0
-        if score.span != "output":
-            raise ScoreError(f"{self.name}: expected span 'output', got {score.span!r}")
         k = min(score.k, known.max_top_logprobs)
         if k < 2:
             raise ScoreError(f"{self.name}: expected the gate's flags or max_logprobs >= {score.k}, found neither")
@@ -113,10 +117,12 @@ class LocalEngine:
                 await self._core.aclose()
 
 
-def _listed_scores(done: Any, score: ScoreRequest, k: int) -> Scores:
+def _listed_scores(done: Any, score: ScoreRequest, k: int, pieces: list[str] | None) -> Scores:
     rows = [[entry.logprob for entry in row.values()] for row in done.logprobs or ()]
     if rows and done.finish_reason == "stop" and not isinstance(done.stop_reason, str):
         rows.pop()
+    if pieces is not None:
+        rows = rows[before_answer(pieces[: len(rows)]) :]
     try:
         return scores_from_top_logprobs(rows, score, k=k)
     except ScoreError as error:

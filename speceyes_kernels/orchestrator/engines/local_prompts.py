@@ -54,6 +54,12 @@ class Prompter:
         with self._lock:
             return self._with_tokenizer().decode(list(token_ids), skip_special_tokens=True)
 
+    def pieces(self, token_ids: Any) -> list[str]:
+        """Each token's own text, marks included."""
+        with self._lock:
+            decode = self._with_tokenizer().decode
+            return [decode([i], skip_special_tokens=False) for i in token_ids]
+
     def _with_tokenizer(self) -> Any:
         if self._tokenizer is None:
             self._tokenizer = self._core.tokenizer()
@@ -98,7 +104,9 @@ def sampling_params(request: Request, *, gate: bool, listed: int) -> Any:
         from ...vllm import gate_options
 
         score = request.score
-        early = {"tau": score.tau, "reject_early": True} if score.reject_early else {}
-        options = gate_options(k=score.k, pools=score.pools, strict=score.strict, **early)  # type: ignore[arg-type]
+        more: dict[str, Any] = {"tau": score.tau, "reject_early": True} if score.reject_early else {}
+        if score.span == "answer":
+            more["token_scores"] = True
+        options = gate_options(k=score.k, pools=score.pools, strict=score.strict, **more)
         fields["extra_args"] = {"speceyes": options}
     return SamplingParams(**fields)

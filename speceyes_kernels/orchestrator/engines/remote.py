@@ -27,6 +27,7 @@ from ..errors import (
 )
 from ..types import Capabilities, Health, Reply, Request, ScoreRequest, Scores, Turn
 from .limiter import Limiter, Slot
+from .span import answer_of_gate, before_answer
 from .top_logprobs import scores_from_top_logprobs
 
 _AGAIN = (408, 429, 500, 502, 503, 504)
@@ -124,17 +125,16 @@ class RemoteEngine:
         return body
 
     def _score_fields(self, score: ScoreRequest, known: Capabilities) -> dict[str, Any]:
-        if score.span != "output":
-            raise ScoreError(f"{self.name}: expected span 'output', got {score.span!r}")
         if known.gate:
-            return {"vllm_xargs": {"speceyes": _gate_options(score)}}
+            texts = {"logprobs": True, "top_logprobs": 0} if score.span == "answer" else {}  # each token's text
+            return {"vllm_xargs": {"speceyes": _gate_options(score)}, **texts}
         k = min(score.k, known.max_top_logprobs - 1)
         if k < 2:
             raise ScoreError(
                 f"{self.name}: the server has neither the gate nor enough top_logprobs ({known.max_top_logprobs}); start "
                 "it with --middleware speceyes_kernels.vllm.GateMiddleware (docs/vllm_gate.md) or --max-logprobs 65"
             )
-        return {"logprobs": True, "top_logprobs": k + 1, "return_tokens_as_token_ids": True}
+        return {"logprobs": True, "top_logprobs": k + 1, "return_tokens_as_token_ids": score.span == "output"}
 
     # ---- transport -------------------------------------------------------------------------------------------------
     async def _post(self, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -216,7 +216,7 @@ class RemoteEngine:
             if request.score is not None:
                 gate = known is not None and known.gate
                 scores = (
-                    _gate_scores(answer, request.score)
+                    _gate_scores(answer, request.score, _pieces(choice, request.score))
                     if gate
                     else _listed_scores(choice, finish, stop, request.score, known or Capabilities())
                 )
@@ -264,23 +264,37 @@ def _message(turn: Turn, max_pixels: int | None) -> dict[str, Any]:
 
 def _gate_options(score: ScoreRequest) -> str:
     options: dict[str, Any] = {"k": score.k, "pools": list(score.pools), "strict": score.strict}
+    if score.span == "answer":
+        options["token_scores"] = True
     if score.reject_early:
         options |= {"tau": score.tau, "reject_early": True}
     return json.dumps(options)
 
 
-def _gate_scores(answer: dict[str, Any], score: ScoreRequest) -> Scores:
+def _pieces(choice: Any, score: ScoreRequest) -> list[str] | None:
+    """Each token's text, where the answer among them is wanted."""
+    if score.span != "answer":
+        return None
+    return [str(token["token"]) for token in (choice.get("logprobs") or {}).get("content") or ()]
+
+
+def _gate_scores(answer: dict[str, Any], score: ScoreRequest, pieces: list[str] | None) -> Scores:
     found = answer.get("speceyes")
     if not isinstance(found, dict) or not found.get("choices"):
         problem = found.get("error") if isinstance(found, dict) else None
         return Scores({}, 0, score.k, error=problem or "missing")
-    return gate_result(found["choices"][0], score)
+    return gate_result(found["choices"][0], score, pieces)
 
 
-def gate_result(result: Mapping[str, Any] | None, score: ScoreRequest) -> Scores:
-    """Scores of a result of the gate; numbers that JSON lacks come as None and are -inf here: never accepted."""
+def gate_result(result: Mapping[str, Any] | None, score: ScoreRequest, pieces: list[str] | None = None) -> Scores:
+    """Scores of a result of the gate; numbers that JSON lacks come as None and are -inf here: never accepted.
+
+    ``pieces``: each token's text, for the scores of the answer among them.
+    """
     if result is None or result.get("error"):
         return Scores({}, 0, score.k, error="the engine kept none" if result is None else str(result["error"]))
+    if pieces is not None:
+        return answer_of_gate(result, pieces, score)
     values = {pool: -math.inf if v is None else float(v) for pool, v in result["scores"].items()}
     return Scores(values, result["num_tokens"], result["k"], rejected_at=result.get("rejected_at"))
 
@@ -293,6 +307,9 @@ def _listed_scores(choice: Any, finish: str, stop: Any, score: ScoreRequest, kno
     rows = [[entry["logprob"] for entry in token["top_logprobs"]] for token in tokens]
     if rows and finish == "stop" and not isinstance(stop, str):
         rows.pop()  # the token that ended it is no part of the answer
+    pieces = _pieces(choice, score)
+    if pieces is not None:
+        rows = rows[before_answer(pieces[: len(rows)]) :]
     try:
         return scores_from_top_logprobs(rows, score, k=k)
     except ScoreError as error:

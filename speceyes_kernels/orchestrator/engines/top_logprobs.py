@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from ..errors import ScoreError
 from ..types import Form, ScoreRequest, Scores
+from .span import pool_tokens
 
 #: vLLM's JSON has no -inf; it lists this instead.
 LEAST = -9999.0
@@ -40,7 +41,7 @@ def scores_from_top_logprobs(
     """
     import torch
 
-    from ... import SeparabilityPool, token_separability
+    from ... import token_separability
 
     k = request.k if k is None else k
     kept = []
@@ -49,10 +50,8 @@ def scores_from_top_logprobs(
         if len(values) < k or any(math.isnan(v) for v in row):
             raise ScoreError(f"token {i}: expected {k} log-probabilities or more, got {len(values)}: {values[:3]}...")
         kept.append(values[:k])
-    pool = SeparabilityPool(1, max_tokens=max(1, len(kept)), pools=request.pools, k=k, form=form)  # type: ignore[arg-type]
-    if kept:
-        table = torch.tensor(kept, dtype=torch.float32)
-        token_scores = token_separability(table, k, form=form)
-        pool.update_scores(token_scores, torch.zeros(len(kept), dtype=torch.int32), logprobs=table[:, 0].contiguous())
-    pooled = dict(zip(request.pools, pool.read()[:, 0].tolist(), strict=True))
-    return Scores(pooled, len(kept), k, form, "top_logprobs")
+    if not kept:
+        return pool_tokens((), (), request, k, form, "top_logprobs")
+    table = torch.tensor(kept, dtype=torch.float32)
+    token_scores = token_separability(table, k, form=form)
+    return pool_tokens(token_scores.tolist(), table[:, 0].tolist(), request, k, form, "top_logprobs")
