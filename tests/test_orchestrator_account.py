@@ -12,11 +12,12 @@ import virtual_loop
 from funnel_cases import Loop, engines, phase_of, queries
 from test_orchestrator_runlog import HEADER, FaultyDisk, _records
 
-from speceyes_kernels.orchestrator.account import CostAccount
+from speceyes_kernels.orchestrator.account import CostAccount, Price
 from speceyes_kernels.orchestrator.audit import chosen
 from speceyes_kernels.orchestrator.funnel import Funnel
 from speceyes_kernels.orchestrator.runlog import RunLog
 from speceyes_kernels.orchestrator.settings import FunnelSettings
+from speceyes_kernels.orchestrator.steplaw import StepLaw
 from speceyes_kernels.orchestrator.types import Answer, Priority, Step, Trail, Waste
 
 
@@ -158,6 +159,62 @@ def test_the_figures_by_hand():
     assert (figures.judge_s, figures.draft_s, figures.loop_s) == (1, 2, 10)
     assert figures.gain == pytest.approx(10 / ((3 + 13 + 13) / 3)) and figures.interval is None
     assert figures.formula == pytest.approx(10 / (1 + 2 / 3 * 2 + 2 / 3 * 10))
+
+
+def _loaded(rng, n, running, law, tokens):
+    """Steps of ``tokens`` output tokens, more or less, under a load; their seconds by the law."""
+    steps = []
+    for _ in range(n):
+        out, prompt = int(tokens * rng.uniform(0.5, 1.5)), int(rng.integers(200, 900))
+        beside = max(1.0, running * rng.uniform(0.7, 1.3))
+        seconds = law.service(prompt, out, beside) * rng.normal(1, 0.02)
+        steps.append(Step("loop", "", prompt_tokens=prompt, output_tokens=out, service_s=seconds, running=beside, tool_s=0.25))
+    return steps
+
+
+def test_audits_in_idle_slots_are_priced_at_the_loops_load():
+    pytest.importorskip("scipy")
+    rng, law = np.random.default_rng(0), StepLaw(0.01, 0.004, 0.00002)
+    account = CostAccount()
+    gate = (Step("judge", service_s=0.2), Step("draft", service_s=0.5), Step("gate"))
+    for step in _loaded(rng, 200, 16, law, 100):
+        account.add(None, Answer("q", "a", Trail((*gate, step), "loop:gate")))
+    for i in range(200):
+        account.add(None, Answer(f"d{i}", "a", Trail(gate, "draft")))
+    audits = _loaded(rng, 60, 1, law, 40)  # accepted queries need less of it, and ran nearly alone
+    for step in audits:
+        account.add_audit(None, Answer("q", "a", Trail()), {"text": "a", "error": None, "steps": [step.to_json()]})
+    figures = account.figures()
+    served = [s for s in account._served if s.running > 8]
+    load = sum(s.service_s * s.running for s in served) / sum(s.service_s for s in served)
+    truth = np.mean([law.service(s.prompt_tokens, s.output_tokens, load) + 0.25 for s in audits])
+    assert figures.audit_raw_s == pytest.approx(np.mean([s.service_s + s.tool_s for s in audits]))
+    assert figures.audit_s == pytest.approx(truth, rel=0.03) and figures.audit_s > 2 * figures.audit_raw_s
+    fixed = 0.7 + figures.loop_s / 2
+    assert figures.gain == pytest.approx((figures.loop_s + truth) / 2 / fixed, rel=0.03)
+    # Shared engine seconds know of the load already.
+    shared = CostAccount("share")
+    shared.add_audit(None, Answer("q", "a", Trail()), {"text": "a", "error": None, "steps": [audits[0].to_json()]})
+    assert shared.figures().audit_s == shared.figures().audit_raw_s
+
+
+def test_money_by_hand():
+    prices = {"L": Price(1.0, 10.0), "S": Price(0.1, 0.5)}
+    account = CostAccount("money", prices)
+    judge = Step("judge", prompt_tokens=1000, output_tokens=1, model="L", service_s=9)
+    draft = Step("draft", prompt_tokens=1000, output_tokens=20, model="S")
+    loop = Step("loop", prompt_tokens=3000, output_tokens=400, model="L", tool_s=5)
+    account.add(None, Answer("a", "x", Trail((judge, draft, Step("gate")), "draft")))
+    account.add(None, Answer("b", "x", Trail((judge, draft, Step("gate"), loop), "loop:gate", wasted=Waste(1, 100, 3.0))))
+    figures = account.figures()
+    assert figures.judge_s == pytest.approx(1010e-6) and figures.draft_s == pytest.approx(110e-6)
+    assert figures.loop_s == pytest.approx(7000e-6)
+    assert figures.gain == pytest.approx(7000 / ((2 * 1120 + 7000 + 1000) / 2))  # waste at the dearer price
+    with pytest.raises(ValueError, match="none of model 'other'"):
+        account.seconds(Step("loop", output_tokens=1, model="other"))
+    for make in (lambda: CostAccount("money"), lambda: CostAccount(prices=prices), lambda: Price(-1, 0)):
+        with pytest.raises(ValueError, match="price"):
+            make()
 
 
 def test_only_the_last_count_where_memory_must_stay_flat():

@@ -114,6 +114,18 @@ def test_a_folder_of_pictures_and_questions_resumed(tmp_path):
     json.dumps(figures)
 
 
+def test_money_where_every_price_is_given(tmp_path):
+    prices = {"large.prompt_price": 0, "large.output_price": 10, "small.prompt_price": 0, "small.output_price": 1}
+    small = {"small.model": "little", "small.urls": ["http://b:1"]}
+    folder = _questions(tmp_path)
+    figures, *_ = _run(tmp_path, folder, **small, **prices)
+    # Scripted: a judge's one token of the large model, a draft's four of the small one.
+    assert figures["money"]["judge_s"] == pytest.approx(10e-6) and figures["money"]["draft_s"] == pytest.approx(4e-6)
+    del prices["small.output_price"]
+    with pytest.raises(SettingsError, match="small.output_price: expected a price, as large.prompt_price has one"):
+        _run(tmp_path / "x", folder, **small, **prices)
+
+
 def test_a_sandbox_that_cannot_isolate_ends_the_run_before_any_query(tmp_path, monkeypatch):
     async def check(self):
         raise SandboxUnavailable("no namespaces here")

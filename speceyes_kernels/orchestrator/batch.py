@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from .account import CostAccount, Figures
+from .account import CostAccount, Figures, Price
 from .agents import DeepEyes, Plain, Thyme
 from .config import header
 from .engines.base import Engine
@@ -110,24 +110,49 @@ async def answer_all(
     agent: Agent | None = None if settings.agent == "direct" else _AGENTS[settings.agent]()
     await check_tools(agent)
     account = CostAccount()
+    prices = _prices(settings, large, small)
+    accounts = [account, *([CostAccount("money", prices)] if prices else [])]
     done = 0
     for past in log.past.values():
         if past.answer is not None:
             done += 1
-            account.add(None, past.answer)
-            if past.audit is not None:
-                account.add_audit(None, past.answer, past.audit)
+            for each in accounts:
+                each.add(None, past.answer)
+                if past.audit is not None:
+                    each.add_audit(None, past.answer, past.audit)
     funnel = Funnel(
         large, small, settings=settings.funnel, agent=agent, log=log, calibration=_artifact(settings),
-        observers=[account.add],
+        observers=[each.add for each in accounts],
     )  # fmt: skip
-    funnel.auditor.observers.append(account.add_audit)
+    funnel.auditor.observers += [each.add_audit for each in accounts]
     progress = Progress(len(queries), done, quiet)
     async with funnel:
         with progress:
             async for answer in funnel.run(queries):
                 progress.update(answer.trail.route, account)
-    return summary(account.figures())
+    figures = summary(account.figures())
+    return {**figures, "money": summary(accounts[1].figures())} if prices else figures
+
+
+def _prices(settings: SpeceyesSettings, large: Engine, small: Engine | None) -> dict[str, Price]:
+    """Of each model, where all are given.
+
+    Raises
+    ------
+    SettingsError
+        Some are given and some are not.
+    """
+    found: dict[str, Price] = {}
+    keys: dict[str, float | None] = {}
+    for name, section, engine in (("large", settings.large, large), ("small", settings.small, small)):
+        if section is not None and engine is not None:
+            keys |= {f"{name}.prompt_price": section.prompt_price, f"{name}.output_price": section.output_price}
+            if section.prompt_price is not None and section.output_price is not None:
+                found[engine.model] = Price(section.prompt_price, section.output_price)
+    missing = [key for key, value in keys.items() if value is None]
+    if missing and len(missing) < len(keys):
+        raise SettingsError(f"{missing[0]}: expected a price, as {next(k for k, v in keys.items() if v is not None)} has one")
+    return {} if missing else found
 
 
 async def check_tools(agent: Agent | None) -> None:

@@ -11,6 +11,7 @@ from .types import ALL_POOLS, Form, Kind, Span
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Confidence = Annotated[float, Field(gt=0, lt=1)]
+Price = Annotated[float, Field(ge=0, allow_inf_nan=False)]  # of a million tokens
 Count = Annotated[int, Field(ge=1)]
 Mode = Literal["funnel", "base", "draft-only", "tools-off", "specreason"]
 Pool = Literal["min", "mean", "bottom", "log", "min_logprob"]
@@ -23,7 +24,8 @@ class Section(BaseModel):
 
 
 class EngineSettings(Section):
-    """One model: replicas by URL, or a folder or hub name that vLLM loads in this process (``vllm``: its options)."""
+    """One model: replicas by URL, or a folder or hub name that vLLM loads in this process (``vllm``: its options). Prices
+    are of a million tokens; with all of them the run's figures are in money, too."""
 
     model: Annotated[str, Field(min_length=1)]
     urls: tuple[Annotated[str, Field(pattern=r"^https?://[^/\s]+")], ...] = ()
@@ -32,6 +34,8 @@ class EngineSettings(Section):
     timeout: Annotated[float, Field(gt=0)] = 300.0
     total_timeout: Annotated[float, Field(gt=0)] = 900.0
     attempts: Count = 4
+    prompt_price: Price | None = None
+    output_price: Price | None = None
     vllm: dict[str, Any] = Field(default_factory=dict)
 
 
