@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any, cast
 import anyio
 
 from .account import CostAccount
+from .agents.record import Resumed, recording
 from .audit import Auditor, chosen
 from .barrier import DRAFTED, JUDGED, Seat
 from .breakeven import BreakEven
 from .calibration.kinds import kind_of
 from .engines.base import Engine
 from .errors import EngineClosed, EngineRefused, PictureError, RunLogError, SettingsError
-from .journal import Journal
+from .journal import Journal, LoopRecorder
 from .metrics import Metrics, metrics, watch
 from .modes import check_agent, specreason, tool_draft
 from .phases import Calibration, Gate, direct_request, draft_request, final_text, judge_request, judged, step_of
@@ -359,21 +360,26 @@ class Funnel:
 
     async def _loop_now(self, journal: Journal, route: str, agent: Agent) -> Answer:
         query, problem = journal.query, ""
+        past = journal.past_loop if hasattr(agent, "dialect") else []
         for attempt in range(self.settings.attempts):
-            start = journal.seconds
+            recorder = LoopRecorder(journal, past)
+            engine, past = Resumed(self.large, past) if past else self.large, []
             try:
-                result = await agent.run(
-                    query, self.large, steps=self.settings.steps, priority=Priority.LOOP, affinity=query.id
-                )
+                with recording(recorder):
+                    result = await agent.run(
+                        query, engine, steps=self.settings.steps, priority=Priority.LOOP, affinity=query.id
+                    )
+            except RunLogError:
+                raise
             except Exception as error:
                 problem = describe(error)
-                journal.add(failed_step("loop", error, self.large, start, journal.seconds))
+                journal.add(failed_step("loop", error, self.large, recorder.since, journal.seconds))
                 if isinstance(error, _FINAL) or attempt + 1 == self.settings.attempts:
                     break
                 continue
             if result.wasted.calls:
                 journal.wasted.append(result.wasted)
-            journal.add(*(replace(s, start_s=s.start_s + start) for s in result.steps))
+            journal.add(*(replace(s, start_s=s.start_s + recorder.start) for s in result.steps[recorder.count :]))
             return Answer(
                 query.id, result.text, journal.trail(route), raw=result.raw, kind=self.kind_of(query, result.text),
                 status="error" if result.error else "ok", error=result.error, model=self.large.model,

@@ -2,15 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from .barrier import Seat
 from .engines.limiter import wasted_into
+from .errors import PictureError
+from .images import Picture
 from .types import Kind, Query, Step, Trail, Waste
 
 if TYPE_CHECKING:
     from .runlog import RunLog
+
+
+class LoopRecorder:
+    """Writes a loop's steps down as they are made, with the first picture of each.
+
+    Attributes
+    ----------
+    count : int
+        Steps that it was told of; the others of the result are the caller's to add.
+    since : float
+        Seconds after the query began at which the latest ended.
+    """
+
+    def __init__(self, journal: Journal, past: Sequence[Step]) -> None:
+        self._journal, self._past = journal, list(past)
+        self.start = self.since = journal.seconds
+        self.count = 0
+
+    async def __call__(self, step: Step, pictures: Sequence[Picture]) -> Step:
+        known = self.count < len(self._past)
+        if known:
+            step = self._past[self.count]
+        else:
+            step = replace(step, start_s=step.start_s + self.start, picture=await self._save(pictures))
+        self.count += 1
+        self._journal.add(step, known=known)
+        self.since = self._journal.seconds
+        return step
+
+    async def _save(self, pictures: Sequence[Picture]) -> str | None:
+        log = self._journal.log
+        if log is None or not pictures:
+            return None
+        try:
+            return await log.save_picture(pictures[0])
+        except PictureError:
+            return None
 
 
 class Journal:
@@ -40,11 +80,19 @@ class Journal:
     @property
     def begun(self) -> bool:
         """Whether an earlier run has judged or drafted it."""
-        return bool(self._past)
+        return any(s.phase in ("judge", "draft") for s in self._past)
 
     def past(self, phase: str) -> list[Step]:
         """Steps of a phase that an earlier run finished."""
         return [s for s in self._past if s.phase == phase]
+
+    @property
+    def past_loop(self) -> list[Step]:
+        """Steps of the loop that an earlier run made, in the attempt that it was in."""
+        steps: list[Step] = []
+        for step in self.past("loop"):
+            steps = [] if step.decision == "error" else [*steps, step]
+        return steps
 
     def add(self, *steps: Step, known: bool = False) -> None:
         """Takes finished steps; ``known``: they are in the log."""

@@ -14,6 +14,7 @@ from ..images import Coordinates, Picture, PixelRule
 from ..tools.base import BadArguments, Tool, ToolContext, call_tool, check_arguments, make_tools
 from ..types import LoopResult, Priority, Query, Reply, Request, ScoreRequest, Step, Turn
 from .dialect import Call, Dialect, Final, Malformed
+from .record import record
 
 
 class Loop:
@@ -148,10 +149,10 @@ class _Run:
         read = self.loop.dialect.parse(reply.text)
         parsed = self._known(read) if isinstance(read, Call) else read
         if isinstance(parsed, Final):
-            self._note(reply, start, "answer")
+            await self._note(reply, start, "answer")
             return self.result(parsed.text, reply.text)
         if isinstance(parsed, Malformed):
-            self._note(reply, start, "malformed", error=parsed.problem)
+            await self._note(reply, start, "malformed", error=parsed.problem)
             if self.corrected or last:
                 why = "a second output that cannot be read" if self.corrected else "an output that cannot be read"
                 return self.result(reply.text.strip(), reply.text, f"{why}: {parsed.problem}")
@@ -160,12 +161,13 @@ class _Run:
             return None
         call, tool, arguments = parsed
         if last:
-            self._note(reply, start, "call", tool=call.name, error="step limit")
+            await self._note(reply, start, "call", tool=call.name, error="step limit")
             return self.result(reply.text.strip(), reply.text, f"step limit: {len(self.steps)} steps and no answer")
         begun = now()
         result = await call_tool(tool, arguments, self.context, self.loop.tool_timeout)
-        self._note(reply, start, "call", tool=call.name, error=result.error, tool_s=now() - begun)
-        self.context.pictures += [part for part in result.parts if isinstance(part, Picture)]
+        made = [part for part in result.parts if isinstance(part, Picture)]
+        await self._note(reply, start, "call", call.name, result.error, now() - begun, made)
+        self.context.pictures += made
         self._add(reply.text[: call.end], self.loop.dialect.observe(result))
         return None
 
@@ -185,7 +187,7 @@ class _Run:
                 new = Turn("assistant", (*self.turns.pop().parts, *new.parts))
             self.turns.append(new)
 
-    def _note(
+    async def _note(
         self,
         reply: Reply,
         start: float,
@@ -193,25 +195,29 @@ class _Run:
         tool: str | None = None,
         error: str | None = None,
         tool_s: float = 0.0,
+        pictures: Sequence[Picture] = (),
     ) -> None:
         self.steps.append(
-            Step(
-                phase="loop",
-                decision=decision,
-                text=reply.text,
-                scores=reply.scores,
-                prompt_tokens=reply.prompt_tokens,
-                output_tokens=reply.output_tokens,
-                start_s=start,
-                queued_s=reply.queued_s,
-                service_s=reply.service_s,
-                share_s=reply.share_s,
-                running=reply.running,
-                tool_s=tool_s,
-                model=self.engine.model,
-                replica=reply.replica,
-                attempts=reply.attempts,
-                tool=tool,
-                error=error,
+            await record(
+                Step(
+                    phase="loop",
+                    decision=decision,
+                    text=reply.text,
+                    scores=reply.scores,
+                    prompt_tokens=reply.prompt_tokens,
+                    output_tokens=reply.output_tokens,
+                    start_s=start,
+                    queued_s=reply.queued_s,
+                    service_s=reply.service_s,
+                    share_s=reply.share_s,
+                    running=reply.running,
+                    tool_s=tool_s,
+                    model=self.engine.model,
+                    replica=reply.replica,
+                    attempts=reply.attempts,
+                    tool=tool,
+                    error=error,
+                ),
+                pictures,
             )
         )
