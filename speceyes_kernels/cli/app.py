@@ -60,6 +60,7 @@ _subcommand(
     "Report accuracy, speedup, ablations and plots of every mode on a data set.",
     "the extras orchestrator and eval: pip install 'speceyes_kernels[cli,orchestrator,eval]'",
 )
+_subcommand("simulate", "Say what speculation would gain: from a run folder, for any fleet.", _ORCHESTRATOR)
 _subcommand("run", "Answer questions by judge, draft, gate and tool loop over two models.", _ORCHESTRATOR)
 _subcommand("show-config", "Show every setting of the funnel, its value, and where that comes from.", _ORCHESTRATOR)
 
