@@ -19,6 +19,7 @@ async def scenario() -> dict[str, Any]:
     from vllm import LLM, SamplingParams
     from vllm_support import GATE, WORKER, model_path
 
+    from speceyes_kernels.orchestrator.engines import span
     from speceyes_kernels.orchestrator.engines.local import LocalEngine
     from speceyes_kernels.orchestrator.errors import EngineClosed, EngineRefused, EngineTimeout
     from speceyes_kernels.orchestrator.types import Priority, Request, ScoreRequest, Turn
@@ -58,6 +59,12 @@ async def scenario() -> dict[str, Any]:
     stats = await gated._core._on_thread(lambda: gated_llm.collective_rpc("speceyes_stats"))  # type: ignore[union-attr]
     out["stats"] = stats[0]
     out["unfinished"] = gated_llm.llm_engine.get_num_unfinished_requests()
+
+    # SmolLM2 does not think: a word of its answer stands for the mark.
+    thought, span.THOUGHT = span.THOUGHT, "France"
+    answer = ScoreRequest(span="answer")
+    out["span"] = [(await e.complete(request(QUESTIONS[0], score=answer))).to_json() for e in (gated, listed)]
+    span.THOUGHT = thought
 
     stopped = await listed.complete(request("Count: one two three", stop=(" ", "\n"), max_tokens=20))
     out["stopped"] = stopped.to_json()

@@ -222,6 +222,18 @@ def test_gate_and_log_probabilities_agree_on_real_engines(real):
 
 
 @pytest.mark.vllm
+def test_the_answers_span_agrees_on_real_engines(real):
+    gate, listed = real["span"]
+    assert gate["text"] == listed["text"] == real["plain"][0] and "France" in gate["text"]
+    whole = real["gated"][0]["scores"]
+    assert 0 < gate["scores"]["num_tokens"] == listed["scores"]["num_tokens"] < whole["num_tokens"]
+    for pool, value in gate["scores"]["values"].items():
+        assert listed["scores"]["values"][pool] == pytest.approx(value, abs=1e-4), pool
+    assert gate["scores"]["values"]["mean"] != pytest.approx(whole["values"]["mean"], abs=1e-3)
+    assert gate["scores"]["values"]["min"] >= whole["values"]["min"] - 1e-5
+
+
+@pytest.mark.vllm
 def test_real_engines_leave_nothing_behind(real):
     assert (real["threads"], real["threads_left"], real["running"], real["unfinished"]) == (1, 0, 0, 0)
     stats = real["stats"]
