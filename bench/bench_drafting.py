@@ -39,8 +39,7 @@ class Budgeted(Ours):
 
     def propose(self, requests):
         drafts = self.cache.propose(requests, token_budget=self.token_budget, max_draft_tokens=32)
-        lengths = drafts.lengths.tolist()
-        return [row[:n] for row, n in zip(drafts.tokens.tolist(), lengths, strict=True)], None
+        return drafts.lists(), None
 
 
 class Thresholded(Ours):
@@ -48,8 +47,7 @@ class Thresholded(Ours):
 
     def propose(self, requests):
         drafts = self.cache.propose(requests, max_draft_tokens=self.cap, min_survival=self.theta)
-        lengths = drafts.lengths.tolist()
-        return [row[:n] for row, n in zip(drafts.tokens.tolist(), lengths, strict=True)], None
+        return drafts.lists(), None
 
 
 def real_rollouts(folder: Path, limit: int) -> tuple[list[Rollout], list[bytes] | None]:

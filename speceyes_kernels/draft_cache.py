@@ -42,6 +42,14 @@ class Drafts(NamedTuple):
     lengths: Tensor
     survival: Tensor
 
+    def lists(self) -> list[list[int]]:
+        """The drafts as B lists of token ids, as engines want them."""
+        lengths = self.lengths.cpu().numpy()
+        used = int(lengths.max(initial=0))  # only what is drafted becomes Python objects: they are what costs
+        flat = self.tokens[:, :used].cpu().numpy()[np.arange(used) < lengths[:, None]].tolist()
+        ends = np.cumsum(lengths).tolist()
+        return [flat[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+
 
 def _scope(*names: Hashable) -> int:
     """The native side's number of an agent or query: a 63-bit hash, so that names cost no memory when they are gone."""

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from speceyes_kernels import budget_reference
 from speceyes_kernels.budget import CostModel
-from speceyes_kernels.draft_cache import DraftCache
+from speceyes_kernels.draft_cache import DraftCache, Drafts
 from speceyes_kernels.draft_cache_reference import ReferenceDraftCache
 
 TOKENS = st.lists(st.integers(-1, 3), max_size=30)
@@ -286,3 +286,15 @@ def test_names_of_scopes():
     cache.forget("1")
     stats = cache.stats()
     assert stats["ended_responses"] == stats["tokens"] == stats["nodes"] == 0
+
+
+def test_drafts_as_lists():
+    tokens = torch.arange(12, dtype=torch.int32).reshape(3, 4)
+    survival = torch.ones(3, 4)
+    for lengths in ([4, 0, 2], [0, 0, 0], [1, 3, 4]):
+        drafts = Drafts(tokens, torch.tensor(lengths, dtype=torch.int32), survival)
+        assert drafts.lists() == [tokens[i, :n].tolist() for i, n in enumerate(lengths)]
+    none = Drafts(tokens[:0], torch.zeros(0, dtype=torch.int32), survival[:0])
+    assert none.lists() == []
+    narrow = Drafts(tokens[:, :0], torch.zeros(3, dtype=torch.int32), survival[:, :0])
+    assert narrow.lists() == [[], [], []]

@@ -160,7 +160,7 @@ class Ours(Drafter):
             requests, max_draft_tokens=self.cap, min_survival=self.theta, plain_tokens=plain_tokens
         )
         if self.budget == "global":
-            return [t[:n] for t, n in zip(drafts.tokens.tolist(), drafts.lengths.tolist(), strict=True)], None
+            return drafts.lists(), None
         rows = list(zip(drafts.tokens.tolist(), drafts.survival.tolist(), drafts.lengths.tolist(), strict=True))
         return [t[:n] for t, _, n in rows], [s[:n] for _, s, n in rows]
 

@@ -179,8 +179,8 @@ class AgentSpecProposer:
                 plain_tokens=len(rows) + self._prefill(step, prefilling, len(rows)),
                 min_survival=_HOPELESS,
             )
-            for i, draft, length in zip(rows, found.tokens.tolist(), found.lengths.tolist(), strict=True):
-                drafts[i] = _up_to_stop(draft[:length], self._requests[ids[i]].stops)
+            for i, draft in zip(rows, found.lists(), strict=True):
+                drafts[i] = _up_to_stop(draft, self._requests[ids[i]].stops)
                 self.stats.proposed += len(drafts[i])
                 self.stats.lengths.add(len(drafts[i]))
             self.stats.steps += 1
