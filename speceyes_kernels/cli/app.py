@@ -62,6 +62,11 @@ _subcommand(
 )
 _subcommand("simulate", "Say what speculation would gain: from a run folder, for any fleet.", _ORCHESTRATOR)
 _subcommand("run", "Answer questions by judge, draft, gate and tool loop over two models.", _ORCHESTRATOR)
+_subcommand(
+    "serve",
+    "Serve the funnel as an OpenAI-compatible API.",
+    "the extras orchestrator and serve: pip install 'speceyes_kernels[cli,orchestrator,serve]'",
+)
 _subcommand("show-config", "Show every setting of the funnel, its value, and where that comes from.", _ORCHESTRATOR)
 
 

@@ -107,7 +107,7 @@ async def answer_all(
     settings: SpeceyesSettings, queries: list[Query], log: RunLog, large: Engine, small: Engine | None, quiet: bool
 ) -> dict[str, Any]:
     """Answers what the log does not have yet; figures of the whole run. Log and engines stay open."""
-    agent: Agent | None = None if settings.agent == "direct" else _AGENTS[settings.agent]()
+    agent = build_agent(settings)
     await check_tools(agent)
     account = CostAccount()
     prices = _prices(settings, large, small)
@@ -121,7 +121,7 @@ async def answer_all(
                 if past.audit is not None:
                     each.add_audit(None, past.answer, past.audit)
     funnel = Funnel(
-        large, small, settings=settings.funnel, agent=agent, log=log, calibration=_artifact(settings),
+        large, small, settings=settings.funnel, agent=agent, log=log, calibration=artifact_of(settings),
         observers=[each.add for each in accounts],
     )  # fmt: skip
     funnel.auditor.observers += [each.add_audit for each in accounts]
@@ -132,6 +132,11 @@ async def answer_all(
                 progress.update(answer.trail.route, account)
     figures = summary(account.figures())
     return {**figures, "money": summary(accounts[1].figures())} if prices else figures
+
+
+def build_agent(settings: SpeceyesSettings) -> Agent | None:
+    """The agent that the settings name; None is the funnel's own, without tools."""
+    return None if settings.agent == "direct" else _AGENTS[settings.agent]()
 
 
 def _prices(settings: SpeceyesSettings, large: Engine, small: Engine | None) -> dict[str, Price]:
@@ -172,7 +177,8 @@ async def check_tools(agent: Agent | None) -> None:
                 raise SettingsError(f"agent: its tool {tool.name!r} cannot be used here: {error}") from error
 
 
-def _artifact(settings: SpeceyesSettings) -> Any:
+def artifact_of(settings: SpeceyesSettings) -> Any:
+    """The calibration that the settings name, or None."""
     path = settings.funnel.gate.artifact
     if path is None:
         return None

@@ -26,6 +26,7 @@ class _Environment(BaseSettings):
     small: dict[str, Any] | None = None
     agent: str | None = None
     funnel: dict[str, Any] | None = None
+    serve: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -170,8 +171,14 @@ def _leaves(section: BaseModel, at: tuple[str, ...]) -> list[tuple[str, Any]]:
         if isinstance(value, BaseModel):
             out += _leaves(value, here)
         else:
-            out.append((".".join(here), "***" if isinstance(value, SecretStr) else value))
+            out.append((".".join(here), _masked(value)))
     return out
+
+
+def _masked(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_masked, value))
+    return "***" if isinstance(value, SecretStr) else value
 
 
 def parse_flag(text: str) -> tuple[str, Any]:

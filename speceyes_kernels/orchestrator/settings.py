@@ -137,10 +137,36 @@ class FunnelSettings(Section):
         return self
 
 
+class ServeSettings(Section):
+    """The HTTP server of `speceyes serve`. ``queue``: requests that wait beyond ``funnel.in_flight``; more get 429."""
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 8100
+    model_name: Annotated[str, Field(min_length=1)] = "speceyes"
+    api_keys: tuple[SecretStr, ...] = ()
+    queue: Annotated[int, Field(ge=0)] = 256
+    timeout: Annotated[float, Field(gt=0)] = 900.0
+    read_timeout: Annotated[float, Field(gt=0)] = 30.0
+    keep_alive: Annotated[float, Field(gt=0)] = 10.0
+    drain: Annotated[float, Field(ge=0)] = 60.0
+    max_body_bytes: Count = 48 << 20
+    max_turns: Count = 256
+    max_images: Annotated[int, Field(ge=0)] = 16
+    max_image_bytes: Count = 16 << 20
+    max_image_pixels: Count = 40_000_000
+
+    @model_validator(mode="after")
+    def _fits(self) -> ServeSettings:
+        if any(not key.get_secret_value().strip() for key in self.api_keys):
+            raise ValueError("api_keys: expected keys that are not empty")
+        return self
+
+
 class SpeceyesSettings(Section):
-    """Everything that `speceyes run` needs: both engines, the funnel, the agent."""
+    """Everything that `speceyes run` and `speceyes serve` need: both engines, the funnel, the agent, the server."""
 
     large: EngineSettings
     small: EngineSettings | None = None
     agent: Literal["deepeyes", "thyme", "plain", "direct"] = "deepeyes"
     funnel: FunnelSettings = FunnelSettings()
+    serve: ServeSettings = ServeSettings()
