@@ -138,7 +138,8 @@ class FunnelSettings(Section):
 
 
 class ServeSettings(Section):
-    """The HTTP server of `speceyes serve`. ``queue``: requests that wait beyond ``funnel.in_flight``; more get 429."""
+    """The HTTP server of `speceyes serve`. ``queue``: requests that wait beyond ``funnel.in_flight``; more get 429. ``fetch``:
+    pictures by https, too, from public addresses."""
 
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8100
@@ -154,6 +155,8 @@ class ServeSettings(Section):
     max_images: Annotated[int, Field(ge=0)] = 16
     max_image_bytes: Count = 16 << 20
     max_image_pixels: Count = 40_000_000
+    fetch: bool = False
+    fetch_timeout: Annotated[float, Field(gt=0)] = 10.0
 
     @model_validator(mode="after")
     def _fits(self) -> ServeSettings:

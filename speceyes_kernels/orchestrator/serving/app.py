@@ -23,8 +23,9 @@ from ..funnel import Funnel
 from ..settings import ServeSettings
 from ..types import Answer
 from .admission import Admission
-from .chat import ChatRequest, Reply, chunk, parse
+from .chat import ChatRequest, Reply, Unfetched, chunk, parse
 from .errors import HttpError
+from .fetch import Fetcher, FetchError
 from .metrics import CONTENT_TYPE, ServerMetrics
 
 _HEALTH_TIMEOUT = 5.0
@@ -41,6 +42,7 @@ class Server:
         self.funnel, self.settings = funnel, settings
         self.admission = Admission(funnel.settings.in_flight, settings.queue)
         self.metrics = ServerMetrics(funnel, self.admission)
+        self.fetcher = Fetcher(settings)
         self.started = int(time.time())
         self._keys = [key.get_secret_value().encode() for key in settings.api_keys]
 
@@ -72,6 +74,21 @@ class Server:
             raise HttpError(408, f"body: not all of it came within {self.settings.read_timeout:g} s") from None
         return b"".join(parts)
 
+    async def parsed(self, body: bytes) -> ChatRequest:
+        """The checked request, its pictures fetched; refused before that while there is no place for it."""
+        try:
+            chat = await asyncio.to_thread(parse, body, self.settings)
+            self.admission.check()
+            return chat
+        except Unfetched as pictures:
+            self.admission.check()
+            try:
+                fetched = await self.fetcher.get(list(pictures.urls.values()))
+            except FetchError as error:
+                place = next((at for at, url in pictures.urls.items() if str(error).startswith(url[:77])), None)
+                raise HttpError(400, f"{place}: {error}", param=place) from None
+            return await asyncio.to_thread(parse, body, self.settings, fetched)
+
     async def answer(self, chat: ChatRequest, receive: Receive) -> Answer:
         """The funnel's answer; a client that leaves, the time limit and the end of a drain cancel it.
 
@@ -102,8 +119,7 @@ class Server:
         try:
             self.check_key(request)
             body = await self.body(request)
-            chat = await asyncio.to_thread(parse, body, self.settings)
-            self.admission.check()
+            chat = await self.parsed(body)
             if chat.stream:
                 return EventStream(self, chat)
             reply = Reply.of(chat, await self.answer(chat, request.receive), self.settings.model_name)
@@ -125,7 +141,12 @@ class Server:
             return JSONResponse(error.body(), error.status, error.headers)
         funnel = self.funnel
         parts = {"large": funnel.large.model, "small": None if funnel.small is None else funnel.small.model}
-        model = {"id": self.settings.model_name, "object": "model", "created": self.started, "owned_by": "speceyes_kernels"}
+        model = {
+            "id": self.settings.model_name,
+            "object": "model",
+            "created": self.started,
+            "owned_by": "speceyes_kernels",
+        }
         return JSONResponse({"object": "list", "data": [model | {"speceyes": parts}]})
 
     async def health(self, request: Request) -> Response:
@@ -136,7 +157,9 @@ class Server:
         found = dict(zip(engines, await asyncio.gather(*map(_health, engines.values())), strict=True))
         details = {name: {"ok": ok, "detail": detail} for name, (ok, detail) in found.items()}
         well = found["large"][0]  # without the small one every query takes the loop
-        return JSONResponse({"status": "ok" if well else "large engine is not well", "engines": details}, 200 if well else 503)
+        return JSONResponse(
+            {"status": "ok" if well else "large engine is not well", "engines": details}, 200 if well else 503
+        )
 
     async def metrics_page(self, request: Request) -> Response:
         return Response(self.metrics.page(), media_type=CONTENT_TYPE)
@@ -166,7 +189,9 @@ async def first(work: Any, receive: Receive, cut: asyncio.Event, limit: float) -
         if tasks[1] in done:
             raise Gone
         if tasks[2] in done:
-            raise HttpError(503, "the server was shut down before the answer was there; ask another one", code="draining")
+            raise HttpError(
+                503, "the server was shut down before the answer was there; ask another one", code="draining"
+            )
         raise HttpError(504, f"no answer within {limit:g} s", code="timeout")
     finally:
         for task in tasks:
@@ -222,7 +247,9 @@ class EventStream(Response):
 
 
 async def _event(send: Send, data: Any) -> None:
-    await send({"type": "http.response.body", "body": b"data: " + json.dumps(data).encode() + b"\n\n", "more_body": True})
+    await send(
+        {"type": "http.response.body", "body": b"data: " + json.dumps(data).encode() + b"\n\n", "more_body": True}
+    )
 
 
 async def _stop(task: Awaitable[Any]) -> None:

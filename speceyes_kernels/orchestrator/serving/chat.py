@@ -47,13 +47,21 @@ class ChatRequest:
     ignored: tuple[str, ...]
 
 
-def parse(body: bytes, settings: ServeSettings) -> ChatRequest:
-    """Reads and checks a body, pictures included; nothing is fetched. Takes as long as the body is large: call it in a thread.
+def parse(body: bytes, settings: ServeSettings, fetched: Mapping[str, bytes] | None = None) -> ChatRequest:
+    """Reads and checks a body, pictures included. Takes as long as the body is large: call it in a thread.
+
+    Parameters
+    ----------
+    fetched : mapping, optional
+        What is behind the https URLs of its pictures. None: such pictures are refused, or, where the settings allow
+        them, :class:`Unfetched` is raised, once everything else is in order.
 
     Raises
     ------
     HttpError
         400 or 404, naming the field.
+    Unfetched
+        With the URLs to fetch; call it again with what is behind them.
     """
     try:
         data = json.loads(body)
@@ -77,7 +85,8 @@ def parse(body: bytes, settings: ServeSettings) -> ChatRequest:
     own = given.get("speceyes", {})
     if not isinstance(own, dict):
         raise _bad("speceyes", f"expected an object, got {_short(own)}")
-    turns = _turns(given.get("messages"), settings)
+    pictures = _Pictures(settings, fetched)
+    turns = _turns(given.get("messages"), settings, pictures)
     *history, last = turns
     mode, tau, kind, choices = _own(own)
     query = Query(
@@ -85,7 +94,18 @@ def parse(body: bytes, settings: ServeSettings) -> ChatRequest:
         kind=kind, options=choices,
     )  # fmt: skip
     ignored = tuple(sorted(set(given) - _READ - set(_REFUSED)))
-    return ChatRequest(query, mode, tau, stream, _flag(options, "include_usage", "stream_options.include_usage"), ignored)
+    usage = _flag(options, "include_usage", "stream_options.include_usage")
+    if pictures.missing:
+        raise Unfetched(pictures.missing)
+    return ChatRequest(query, mode, tau, stream, usage, ignored)
+
+
+class Unfetched(Exception):
+    """``urls``: of pictures, by the place in the body that names them."""
+
+    def __init__(self, urls: Mapping[str, str]) -> None:
+        super().__init__("pictures to be fetched")
+        self.urls = urls
 
 
 def _own(own: Mapping[str, Any]) -> tuple[Mode | None, float | None, Kind | None, tuple[str, ...]]:
@@ -108,12 +128,12 @@ def _own(own: Mapping[str, Any]) -> tuple[Mode | None, float | None, Kind | None
     return cast("Mode | None", mode), tau, cast("Kind | None", kind), tuple(options)
 
 
-def _turns(messages: Any, settings: ServeSettings) -> list[Turn]:
+def _turns(messages: Any, settings: ServeSettings, pictures: _Pictures) -> list[Turn]:
     if not isinstance(messages, list) or not messages:
         raise _bad("messages", f"expected a list of messages, got {_short(messages)}")
     if len(messages) > settings.max_turns:
         raise _bad("messages", f"expected at most {settings.max_turns} messages, got {len(messages)}")
-    turns, pictures = [], 0
+    turns = []
     for i, message in enumerate(messages):
         at = f"messages.{i}"
         if not isinstance(message, dict):
@@ -123,19 +143,18 @@ def _turns(messages: Any, settings: ServeSettings) -> list[Turn]:
             raise _bad(f"{at}.role", f"expected one of {', '.join(_ROLES)}, got {_short(role)}")
         if message.get("tool_calls") or message.get("function_call"):
             raise _bad(f"{at}.tool_calls", "not supported by this server: its tools are its own")
-        parts = _parts(message.get("content"), f"{at}.content", settings)
-        pictures += sum(isinstance(p, Picture) for p in parts)
-        if pictures > settings.max_images:
-            raise _bad(f"{at}.content", f"expected at most {settings.max_images} pictures, got more")
+        parts = _parts(message.get("content"), f"{at}.content", pictures)
         turns.append(Turn(cast(Role, _ROLES[role]), tuple(parts)))
     if turns[-1].role != "user":
-        raise _bad(f"messages.{len(turns) - 1}.role", f"expected the last message to be the user's, got {turns[-1].role!r}")
+        raise _bad(
+            f"messages.{len(turns) - 1}.role", f"expected the last message to be the user's, got {turns[-1].role!r}"
+        )
     if not turns[-1].text.strip():
         raise _bad(f"messages.{len(turns) - 1}.content", "expected a question in text, got none")
     return turns
 
 
-def _parts(content: Any, at: str, settings: ServeSettings) -> list[str | Picture]:
+def _parts(content: Any, at: str, pictures: _Pictures) -> list[str | Picture]:
     if isinstance(content, str):
         return [_text(content, at)]
     if not isinstance(content, list):
@@ -148,7 +167,7 @@ def _parts(content: Any, at: str, settings: ServeSettings) -> list[str | Picture
             parts.append(_text(part["text"], here))
         elif kind == "image_url":
             inner = part.get("image_url")
-            parts.append(_picture(inner.get("url") if isinstance(inner, dict) else inner, f"{here}.image_url", settings))
+            parts.append(pictures.take(inner.get("url") if isinstance(inner, dict) else inner, f"{here}.image_url"))
         else:
             raise _bad(here, f"expected a part of type text or image_url, got {_short(part)}")
     return parts
@@ -162,15 +181,35 @@ def _text(text: str, at: str) -> str:
     return text
 
 
-def _picture(url: Any, at: str, settings: ServeSettings) -> Picture:
-    if not isinstance(url, str) or not url.startswith("data:"):
-        raise _bad(at, f"expected a data URL (this server fetches nothing), got {_short(url)}")
-    picture = Picture(url, max_bytes=settings.max_image_bytes, max_pixels=settings.max_image_pixels)
-    try:
-        _ = picture.size  # from the header, so the limits hold before anything is decoded
-    except PictureError as error:
-        raise _bad(at, str(error)) from None
-    return picture
+class _Pictures:
+    """The pictures of one request."""
+
+    def __init__(self, settings: ServeSettings, fetched: Mapping[str, bytes] | None) -> None:
+        self.settings, self.fetched, self.count = settings, fetched, 0
+        self.missing: dict[str, str] = {}
+
+    def take(self, url: Any, at: str) -> Picture | str:
+        settings = self.settings
+        self.count += 1
+        if self.count > settings.max_images:
+            raise _bad(at, f"expected at most {settings.max_images} pictures, got more")
+        source: str | bytes | None = None
+        if isinstance(url, str) and url.startswith("data:"):
+            source = url
+        elif isinstance(url, str) and url.startswith("https:") and settings.fetch:
+            if self.fetched is None:
+                self.missing[at] = url
+                return ""
+            source = self.fetched[url]
+        if source is None:
+            wanted = "a data URL or an https URL" if settings.fetch else "a data URL (this server fetches nothing)"
+            raise _bad(at, f"expected {wanted}, got {_short(url)}")
+        picture = Picture(source, max_bytes=settings.max_image_bytes, max_pixels=settings.max_image_pixels)
+        try:
+            _ = picture.size  # from the header, so the limits hold before anything is decoded
+        except PictureError as error:
+            raise _bad(at, str(error)) from None
+        return picture
 
 
 def _flag(data: Mapping[str, Any], name: str, at: str, default: bool = False) -> bool:

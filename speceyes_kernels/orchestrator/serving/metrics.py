@@ -22,7 +22,9 @@ class ServerMetrics:
 
     def __init__(self, funnel: Funnel, admission: Admission) -> None:
         self.registry = CollectorRegistry()
-        self.requests = Counter("speceyes_requests", "Chat requests by HTTP status.", ["status"], registry=self.registry)
+        self.requests = Counter(
+            "speceyes_requests", "Chat requests by HTTP status.", ["status"], registry=self.registry
+        )
         self.seconds = Histogram(
             "speceyes_request_seconds", "Seconds of answered requests, waiting included.", ["route"],
             buckets=_SECONDS, registry=self.registry,

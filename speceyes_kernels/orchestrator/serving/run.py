@@ -21,6 +21,10 @@ from .app import create_app
 logger = logging.getLogger("speceyes_kernels.orchestrator")
 
 
+#: Longer than clients keep an idle connection, so that none is reused while it is being closed.
+KEEP_ALIVE = 75
+
+
 class DrainingServer(uvicorn.Server):
     """Refuses what comes after the first signal, lets what is in work finish; a second signal ends at once."""
 
@@ -28,7 +32,9 @@ class DrainingServer(uvicorn.Server):
         app: Any = self.config.app
         server = app.state.server
         if not server.admission.draining:
-            logger.warning("shutting down: %d requests in work have %g s", server.admission.running, server.settings.drain)
+            logger.warning(
+                "shutting down: %d requests in work have %g s", server.admission.running, server.settings.drain
+            )
             server.admission.drain(server.settings.drain)
         super().handle_exit(sig, frame)
 
@@ -70,6 +76,7 @@ async def serve(
         own = settings.serve
         config = uvicorn.Config(
             create_app(funnel, own), host=own.host, port=own.port, log_level="warning", access_log=False,
+            timeout_keep_alive=KEEP_ALIVE,
             # Behind the cut, so that clients read an error and not a closed connection.
             timeout_graceful_shutdown=int(own.drain) + 5,
         )  # fmt: skip
