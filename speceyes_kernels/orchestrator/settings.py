@@ -139,7 +139,7 @@ class FunnelSettings(Section):
 
 class ServeSettings(Section):
     """The HTTP server of `speceyes serve`. ``queue``: requests that wait beyond ``funnel.in_flight``; more get 429. ``fetch``:
-    pictures by https, too, from public addresses."""
+    pictures by https, too, from public addresses. ``otlp_traces``: where spans go."""
 
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8100
@@ -157,6 +157,7 @@ class ServeSettings(Section):
     max_image_pixels: Count = 40_000_000
     fetch: bool = False
     fetch_timeout: Annotated[float, Field(gt=0)] = 10.0
+    otlp_traces: Annotated[str, Field(pattern=r"^https?://[^/\s]+")] | None = None
 
     @model_validator(mode="after")
     def _fits(self) -> ServeSettings:

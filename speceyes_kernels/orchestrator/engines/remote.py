@@ -29,6 +29,7 @@ from ..types import Capabilities, Health, Reply, Request, ScoreRequest, Scores, 
 from .limiter import Limiter, Slot
 from .span import answer_of_gate, before_answer
 from .top_logprobs import scores_from_top_logprobs
+from .tracing import TRACE_HEADERS
 
 _AGAIN = (408, 429, 500, 502, 503, 504)
 _LIMIT = re.compile(r"max(?:imum)? allowed\D{0,20}(\d+)")
@@ -139,7 +140,9 @@ class RemoteEngine:
     # ---- transport -------------------------------------------------------------------------------------------------
     async def _post(self, body: Mapping[str, Any]) -> dict[str, Any]:
         try:
-            response = await self._client.post(f"{self._base}/v1/chat/completions", json=body)
+            response = await self._client.post(
+                f"{self._base}/v1/chat/completions", json=body, headers=dict(TRACE_HEADERS.get())
+            )
         except httpx.TimeoutException as error:
             raise EngineTimeout(f"{self.name}: {type(error).__name__}") from error
         except httpx.HTTPError as error:  # refused, reset, half a body

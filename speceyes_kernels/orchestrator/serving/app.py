@@ -8,7 +8,7 @@ import hmac
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Mapping
 from typing import Any
 
 import anyio
@@ -18,6 +18,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from ..engines.tracing import TRACE_HEADERS
 from ..errors import SettingsError
 from ..funnel import Funnel
 from ..settings import ServeSettings
@@ -43,6 +44,7 @@ class Server:
         self.admission = Admission(funnel.settings.in_flight, settings.queue)
         self.metrics = ServerMetrics(funnel, self.admission)
         self.fetcher = Fetcher(settings)
+        self.spans: Any = None if settings.otlp_traces is None else _spans(settings.otlp_traces)
         self.started = int(time.time())
         self._keys = [key.get_secret_value().encode() for key in settings.api_keys]
 
@@ -89,18 +91,30 @@ class Server:
                 raise HttpError(400, f"{place}: {error}", param=place) from None
             return await asyncio.to_thread(parse, body, self.settings, fetched)
 
-    async def answer(self, chat: ChatRequest, receive: Receive) -> Answer:
-        """The funnel's answer; a client that leaves, the time limit and the end of a drain cancel it.
+    async def answer(self, chat: ChatRequest, receive: Receive, headers: Mapping[str, str]) -> Answer:
+        """The funnel's answer, traced; a client that leaves, the time limit and the end of a drain cancel it.
 
         Raises
         ------
         HttpError, Gone
         """
+        if self.spans is None:
+            return await self._answer(chat, receive)
+        span = self.spans.begin(headers)
+        TRACE_HEADERS.set(span.headers)
+        try:
+            answer = await self._answer(chat, receive)
+        except BaseException as error:
+            span.failed(error)
+            raise
+        span.answered(answer)
+        return answer
+
+    async def _answer(self, chat: ChatRequest, receive: Receive) -> Answer:
         began = asyncio.get_running_loop().time
         start = began()
         try:
-            work = self._admitted(chat)
-            answer = await first(work, receive, self.admission.cut, self.settings.timeout)
+            answer = await first(self._admitted(chat), receive, self.admission.cut, self.settings.timeout)
         except SettingsError as error:
             raise HttpError(400, str(error), param="speceyes") from None
         self.metrics.seconds.labels(answer.trail.route).observe(began() - start)
@@ -121,8 +135,9 @@ class Server:
             body = await self.body(request)
             chat = await self.parsed(body)
             if chat.stream:
-                return EventStream(self, chat)
-            reply = Reply.of(chat, await self.answer(chat, request.receive), self.settings.model_name)
+                return EventStream(self, chat, request.headers)
+            answer = await self.answer(chat, request.receive, request.headers)
+            reply = Reply.of(chat, answer, self.settings.model_name)
             if reply.failure is not None:
                 raise reply.failure
         except Gone:
@@ -163,6 +178,16 @@ class Server:
 
     async def metrics_page(self, request: Request) -> Response:
         return Response(self.metrics.page(), media_type=CONTENT_TYPE)
+
+
+def _spans(endpoint: str) -> Any:
+    try:
+        from .spans import Spans
+    except ImportError as error:
+        raise SettingsError(
+            f"serve.otlp_traces: spans need OpenTelemetry ({error}): pip install opentelemetry-sdk opentelemetry-exporter-otlp"
+        ) from None
+    return Spans(endpoint)
 
 
 async def _health(engine: Any) -> tuple[bool, str]:
@@ -207,8 +232,8 @@ async def _disconnected(receive: Receive) -> None:
 class EventStream(Response):
     """A chat completion as server-sent events. Text is sent once it is decided, so nothing is taken back."""
 
-    def __init__(self, server: Server, chat: ChatRequest) -> None:
-        self.server, self.chat = server, chat
+    def __init__(self, server: Server, chat: ChatRequest, headers: Mapping[str, str]) -> None:
+        self.server, self.chat, self.asked = server, chat, headers
         self.status_code, self.background = 200, None
         self.id, self.created = f"chatcmpl-{uuid.uuid4().hex}", int(time.time())
 
@@ -221,7 +246,7 @@ class EventStream(Response):
         alive = asyncio.ensure_future(self._keep_alive(send))
         try:
             await _event(send, chunk(self.id, model, self.created, {"role": "assistant", "content": ""}))
-            answer = await self.server.answer(self.chat, receive)
+            answer = await self.server.answer(self.chat, receive, self.asked)
             await _stop(alive)
             reply = Reply(self.chat, answer, model, self.id, self.created)
             if reply.failure is not None:
@@ -279,6 +304,8 @@ def create_app(funnel: Funnel, settings: ServeSettings | None = None) -> Starlet
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         async with funnel:
             yield
+        if server.spans is not None:
+            await asyncio.to_thread(server.spans.close)
 
     app = Starlette(
         routes=[
