@@ -49,11 +49,12 @@ def test_a_failed_answer_has_a_status_and_no_text(error, status):
     asyncio.run(main())
 
 
-def test_overload_is_refused_and_passes():
+@pytest.mark.parametrize("stream", [False, True])
+def test_overload_is_refused_and_passes(stream):
     async def main():
         pair = engines(**QUICK | {"draft_s": 0.3})
         async with serving(pair, {"queue": 1}, in_flight=2) as (client, state):
-            responses = await asyncio.gather(*(ask(client) for _ in range(8)))
+            responses = await asyncio.gather(*(ask(client, stream=stream) for _ in range(8)))
             got = Counter(r.status_code for r in responses)
             assert got == {200: 3, 429: 5}
             assert all(int(r.headers["retry-after"]) >= 1 for r in responses if r.status_code == 429)
@@ -68,7 +69,8 @@ def test_places_are_handed_on_in_order_and_freed_by_a_waiter_that_leaves():
         admission, order = Admission(1, 3), []
 
         async def work(name, seconds):
-            async with admission:
+            with admission.place() as place:
+                await place.work()
                 order.append(name)
                 await asyncio.sleep(seconds)
 

@@ -10,7 +10,7 @@ from .errors import HttpError
 
 
 class Admission:
-    """``async with admission: ...`` around the work of one request, first come, first served.
+    """Places for requests: so many in work, so many that wait, first come, first served.
 
     Parameters
     ----------
@@ -31,7 +31,7 @@ class Admission:
         self.running = self.waiting = 0
         self.draining = False
         self.cut = asyncio.Event()
-        self._slots = asyncio.Semaphore(in_flight)
+        self.slots = asyncio.Semaphore(in_flight)
         self._seconds = 1.0  # of a request in work, a running mean
 
     def check(self) -> None:
@@ -51,21 +51,16 @@ class Admission:
                 code="overloaded", retry_after=min(max(wait, 1), 120),
             )  # fmt: skip
 
-    async def __aenter__(self) -> Admission:
-        self.check()
-        self.waiting += 1
-        try:
-            await self._slots.acquire()
-        finally:
-            self.waiting -= 1
-        self.running += 1
-        return self
+    def place(self) -> Place:
+        """A place in the queue, taken at once; ``with`` gives it back, ``await place.work()`` waits for its turn.
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.running -= 1
-        self._slots.release()
+        Raises
+        ------
+        HttpError
+            As :meth:`check`.
+        """
+        self.check()
+        return Place(self)
 
     def took(self, seconds: float) -> None:
         """A request was in work for so long."""
@@ -76,3 +71,30 @@ class Admission:
         if not self.draining:
             self.draining = True
             asyncio.get_running_loop().call_later(limit, self.cut.set)
+
+
+class Place:
+    """One request's: it waits, then it is in work."""
+
+    def __init__(self, admission: Admission) -> None:
+        self._admission, self._working = admission, False
+        admission.waiting += 1
+
+    async def work(self) -> None:
+        """Returns when it is this request's turn."""
+        await self._admission.slots.acquire()
+        self._working = True
+        self._admission.waiting -= 1
+        self._admission.running += 1
+
+    def __enter__(self) -> Place:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._working:
+            self._admission.running -= 1
+            self._admission.slots.release()
+        else:
+            self._admission.waiting -= 1

@@ -23,7 +23,7 @@ from ..errors import SettingsError
 from ..funnel import Funnel
 from ..settings import ServeSettings
 from ..types import Answer
-from .admission import Admission
+from .admission import Admission, Place
 from .chat import ChatRequest, Reply, Unfetched, chunk, parse
 from .errors import HttpError
 from .fetch import Fetcher, FetchError
@@ -91,7 +91,7 @@ class Server:
                 raise HttpError(400, f"{place}: {error}", param=place) from None
             return await asyncio.to_thread(parse, body, self.settings, fetched)
 
-    async def answer(self, chat: ChatRequest, receive: Receive, headers: Mapping[str, str]) -> Answer:
+    async def answer(self, chat: ChatRequest, place: Place, receive: Receive, headers: Mapping[str, str]) -> Answer:
         """The funnel's answer, traced; a client that leaves, the time limit and the end of a drain cancel it.
 
         Raises
@@ -99,34 +99,34 @@ class Server:
         HttpError, Gone
         """
         if self.spans is None:
-            return await self._answer(chat, receive)
+            return await self._answer(chat, place, receive)
         span = self.spans.begin(headers)
         TRACE_HEADERS.set(span.headers)
         try:
-            answer = await self._answer(chat, receive)
+            answer = await self._answer(chat, place, receive)
         except BaseException as error:
             span.failed(error)
             raise
         span.answered(answer)
         return answer
 
-    async def _answer(self, chat: ChatRequest, receive: Receive) -> Answer:
+    async def _answer(self, chat: ChatRequest, place: Place, receive: Receive) -> Answer:
         began = asyncio.get_running_loop().time
         start = began()
         try:
-            answer = await first(self._admitted(chat), receive, self.admission.cut, self.settings.timeout)
+            answer = await first(self._admitted(chat, place), receive, self.admission.cut, self.settings.timeout)
         except SettingsError as error:
             raise HttpError(400, str(error), param="speceyes") from None
         self.metrics.seconds.labels(answer.trail.route).observe(began() - start)
         return answer
 
-    async def _admitted(self, chat: ChatRequest) -> Answer:
-        async with self.admission:
-            now = asyncio.get_running_loop().time
-            start = now()
-            answer = await self.funnel.answer(chat.query, tau=chat.tau, mode=chat.mode)
-            self.admission.took(now() - start)
-            return answer
+    async def _admitted(self, chat: ChatRequest, place: Place) -> Answer:
+        await place.work()
+        now = asyncio.get_running_loop().time
+        start = now()
+        answer = await self.funnel.answer(chat.query, tau=chat.tau, mode=chat.mode)
+        self.admission.took(now() - start)
+        return answer
 
     # ---- routes ------------------------------------------------------------------------------------------------------
     async def chat(self, request: Request) -> Response:
@@ -135,8 +135,9 @@ class Server:
             body = await self.body(request)
             chat = await self.parsed(body)
             if chat.stream:
-                return EventStream(self, chat, request.headers)
-            answer = await self.answer(chat, request.receive, request.headers)
+                return EventStream(self, chat, self.admission.place(), request.headers)
+            with self.admission.place() as place:
+                answer = await self.answer(chat, place, request.receive, request.headers)
             reply = Reply.of(chat, answer, self.settings.model_name)
             if reply.failure is not None:
                 raise reply.failure
@@ -232,12 +233,16 @@ async def _disconnected(receive: Receive) -> None:
 class EventStream(Response):
     """A chat completion as server-sent events. Text is sent once it is decided, so nothing is taken back."""
 
-    def __init__(self, server: Server, chat: ChatRequest, headers: Mapping[str, str]) -> None:
-        self.server, self.chat, self.asked = server, chat, headers
+    def __init__(self, server: Server, chat: ChatRequest, place: Place, headers: Mapping[str, str]) -> None:
+        self.server, self.chat, self.place, self.asked = server, chat, place, headers
         self.status_code, self.background = 200, None
         self.id, self.created = f"chatcmpl-{uuid.uuid4().hex}", int(time.time())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self.place:
+            await self._stream(receive, send)
+
+    async def _stream(self, receive: Receive, send: Send) -> None:
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store"),
                    (b"x-accel-buffering", b"no")]  # fmt: skip
         status = "200"
@@ -246,7 +251,7 @@ class EventStream(Response):
         alive = asyncio.ensure_future(self._keep_alive(send))
         try:
             await _event(send, chunk(self.id, model, self.created, {"role": "assistant", "content": ""}))
-            answer = await self.server.answer(self.chat, receive, self.asked)
+            answer = await self.server.answer(self.chat, self.place, receive, self.asked)
             await _stop(alive)
             reply = Reply(self.chat, answer, model, self.id, self.created)
             if reply.failure is not None:
