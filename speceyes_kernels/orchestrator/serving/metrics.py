@@ -21,18 +21,18 @@ class ServerMetrics:
     """One server's metrics, in a registry of their own. Labels are bounded: statuses, routes, replicas, kinds."""
 
     def __init__(self, funnel: Funnel, admission: Admission) -> None:
-        self.registry = CollectorRegistry()
+        self._all = CollectorRegistry()
         self.requests = Counter(
-            "speceyes_requests", "Chat requests by HTTP status.", ["status"], registry=self.registry
+            "speceyes_requests", "Chat requests by HTTP status.", ["status"], registry=self._all
         )
         self.seconds = Histogram(
             "speceyes_request_seconds", "Seconds of answered requests, waiting included.", ["route"],
-            buckets=_SECONDS, registry=self.registry,
+            buckets=_SECONDS, registry=self._all,
         )  # fmt: skip
-        self.registry.register(_Live(funnel, admission))
+        self._all.register(_Live(funnel, admission))
 
     def page(self) -> bytes:
-        return generate_latest(self.registry)
+        return generate_latest(self._all)
 
 
 class _Live(Collector):
