@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import csv
+import dataclasses
 import html.parser
 import io
 import json
@@ -29,7 +30,7 @@ from speceyes_kernels.orchestrator.evaluation.command import Request, evaluate
 from speceyes_kernels.orchestrator.evaluation.datasets import load_dataset
 from speceyes_kernels.orchestrator.evaluation.page import write_report
 from speceyes_kernels.orchestrator.evaluation.replay import replay
-from speceyes_kernels.orchestrator.evaluation.results import ResultError, Row, Run, picture_key, read_run
+from speceyes_kernels.orchestrator.evaluation.results import ResultError, Row, Run, read_run
 from speceyes_kernels.orchestrator.evaluation.rows import DataError
 from speceyes_kernels.orchestrator.evaluation.runner import plan, without_calibrated
 from speceyes_kernels.orchestrator.settings import EngineSettings, FunnelSettings, GateSettings, SpeceyesSettings
@@ -409,12 +410,17 @@ def test_rows_of_the_calibration_are_refused(data, tmp_path):
     rows = [question(i) | ({"images": ["red.png"]} if i < 3 else {}) for i in range(40)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     queries = {query.id: query for query in load_dataset(data)}
-    artifact = SimpleNamespace(contents=[queries["q7"].content_hash], pictures=[picture_key(queries["q0"])])
+    artifact = SimpleNamespace(contents=[queries["q7"].row_hash], pictures=[queries["q0"].picture_hash])
     with pytest.raises(ResultError, match="4 of 40 rows were calibrated on"):
         without_calibrated(list(queries.values()), artifact, drop=False)
     kept, seen = without_calibrated(list(queries.values()), artifact, drop=True)
     assert seen == 4 and {q.id for q in kept} == set(queries) - {"q0", "q1", "q2", "q7"}
-    artifact.contents = [q.content_hash for q in queries.values()]
+    # Calibration and evaluation may have shuffled the options by other seeds.
+    turned = dataclasses.replace(queries["q7"], options=tuple(reversed(queries["q7"].options)))
+    assert len(turned.options) > 1 and turned.content_hash != queries["q7"].content_hash
+    with pytest.raises(ResultError, match="1 of 2 rows"):
+        without_calibrated([turned, queries["q8"]], artifact, drop=False)
+    artifact.contents = [q.row_hash for q in queries.values()]
     with pytest.raises(ResultError, match="nothing is left"):
         without_calibrated(list(queries.values()), artifact, drop=True)
 

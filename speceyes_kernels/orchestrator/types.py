@@ -126,8 +126,24 @@ class Query(Json):
     @functools.cached_property
     def content_hash(self) -> str:
         """SHA-256 of text, options, history and the pictures' bytes; the id is no part of it. Reads the pictures."""
+        return self._digest(list(self.options))
+
+    @functools.cached_property
+    def row_hash(self) -> str:
+        """:attr:`content_hash` whatever the order of the options: the same row of a data set, shuffled or not."""
+        return self._digest(sorted(self.options))
+
+    @functools.cached_property
+    def picture_hash(self) -> str:
+        """Of the pictures; of a query without any its :attr:`row_hash`. Queries that share it are not independent."""
+        hashes = [p.hash for p in self.images]
+        if len(hashes) < 2:
+            return hashes[0] if hashes else self.row_hash
+        return hashlib.sha256("".join(hashes).encode()).hexdigest()
+
+    def _digest(self, options: list[str]) -> str:
         turns = [[t.role, *(p if isinstance(p, str) else ["picture", p.hash] for p in t.parts)] for t in self.history]
-        content = [self.text, list(self.options), turns, [p.hash for p in self.images]]
+        content = [self.text, options, turns, [p.hash for p in self.images]]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import hashlib
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -119,18 +118,11 @@ def _row(
     base_right, base_s = _base(query, record, other)
     kind = query.kind or header["settings"].get("kind") or kind_of(words, query.options)
     return Row(
-        query.id, query.content_hash, _picture(query), kind,
+        query.id, query.row_hash, query.picture_hash, kind,
         tool_free=draft is not None, scores=scores,  # only what is judged so is drafted
         right=draft is not None and is_right(asked, words, query.gold, query.options), base_right=base_right,
         judge_s=_seconds(judges), draft_s=_seconds(drafts), base_s=base_s,
     ), draft  # fmt: skip
-
-
-def _picture(query: Query) -> str:
-    if not query.images:
-        return query.content_hash
-    hashes = [picture.hash for picture in query.images]
-    return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 
 def _base(query: Query, record: _Record, other: _Record | None) -> tuple[bool | None, float]:

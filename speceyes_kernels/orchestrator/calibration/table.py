@@ -27,7 +27,7 @@ class Row:
     Parameters
     ----------
     id, content : str
-        The query's id and the hash of its text, options and pictures.
+        The query's id and the hash of its text, options (in any order) and pictures.
     picture : str
         Hash of its pictures; for text queries the content. Rows that share it are dependent.
     kind : str

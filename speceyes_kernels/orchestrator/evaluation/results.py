@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -92,14 +91,6 @@ class Run:
     models: Mapping[str, Any] = field(default_factory=dict)
     how: str = "run"
     wall_s: float | None = None
-
-
-def picture_key(query: Query) -> str:
-    """What rows are clustered by: the pictures' hash; of text queries the content's."""
-    if not query.images:
-        return query.content_hash
-    hashes = [picture.hash for picture in query.images]
-    return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 
 async def by_rule(query: Query, answer: Answer) -> bool:
@@ -192,7 +183,7 @@ async def _row(query: Query, answer: Answer, grader: Grader, kind: Kind | None) 
         stated = kind or kind_of(text, query.options)  # as the funnel's gate tells it
         draft = Draft(text, stated, right, step.scores, seconds_of(drafts), step.error)
     return Row(
-        query.id, query.split or "all", answer.kind or query.kind or "text", picture_key(query),
+        query.id, query.split or "all", answer.kind or query.kind or "text", query.picture_hash,
         answer.status == "ok" and await grader(query, answer), answer.status == "error", answer.trail.route,
         seconds_of(steps) + answer.trail.wasted.service_s, answer.trail.total_s,
         sum(s.tool is not None for s in steps), judges[-1].decision if judges else "off", seconds_of(judges), draft,

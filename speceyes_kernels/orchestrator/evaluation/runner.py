@@ -21,7 +21,7 @@ from ..settings import EngineSettings, FunnelSettings, SpeceyesSettings
 from ..types import Answer, Query
 from .llm_grader import LlmGrader
 from .report import ABLATIONS, BASE_BATCH, BATCH_RUN, DRAFT_RUN, JUDGE_SMALL, K_RUN, MODES
-from .results import WALL, Grader, ResultError, Run, by_rule, picture_key, read_run
+from .results import WALL, Grader, ResultError, Run, by_rule, read_run
 
 KS = (32, 48, 64, 80, 96)
 BATCHES = (1, 2, 4, 8, 12, 16)
@@ -202,7 +202,8 @@ def run_folders(output: Path) -> dict[str, Path]:
 
 
 def without_calibrated(queries: Sequence[Query], artifact: Any, *, drop: bool) -> tuple[list[Query], int]:
-    """The queries that calibration has not seen, and how many it has: the same text and pictures, or a picture of it.
+    """The queries that calibration has not seen, and how many it has: the same text, pictures
+    and options in any order, or a picture of it.
 
     Raises
     ------
@@ -212,7 +213,7 @@ def without_calibrated(queries: Sequence[Query], artifact: Any, *, drop: bool) -
     contents, pictures = set(artifact.contents), set(artifact.pictures)
     kept = [
         q for q in queries
-        if q.content_hash not in contents and picture_key(q) not in pictures
+        if q.row_hash not in contents and q.picture_hash not in pictures
         and not any(picture.hash in pictures for picture in q.images)
     ]  # fmt: skip
     seen = len(queries) - len(kept)
