@@ -133,7 +133,7 @@ FAULTS = {
     ),
     "levels are compared before they are known": (
         "tsan",
-        Patch("lookup_cuda.cu", r"length\[level\] = m\.length;\n    __syncthreads\(\);", "length[level] = m.length;"),
+        Patch("lookup_cuda.cu", r"(view \+ level \* kRanks\);)\n    __syncthreads\(\);", r"\1"),
     ),
     "candidates are read before they are written": (
         "tsan",
