@@ -19,6 +19,13 @@ LONGEST = ("test_vllm_proposer_engine", "test_cache_file", "test_context_forest"
            "test_orchestrator_local")  # fmt: skip
 
 
+def pytest_configure() -> None:
+    # Tests that import transformers without vLLM, which would do it.
+    from speceyes_kernels.benchmark._torchvision import repair
+
+    repair()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import torch
 
