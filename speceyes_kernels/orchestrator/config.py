@@ -25,6 +25,7 @@ class _Environment(BaseSettings):
     large: dict[str, Any] | None = None
     small: dict[str, Any] | None = None
     agent: str | None = None
+    loop: dict[str, Any] | None = None
     funnel: dict[str, Any] | None = None
     serve: dict[str, Any] | None = None
 
@@ -207,12 +208,13 @@ def engine_flag(text: str) -> dict[str, Any]:
 
 
 def header(settings: SpeceyesSettings) -> dict[str, Any]:
-    """What makes two runs the same run: models, agent, and the funnel's settings that decide about answers."""
+    """What makes two runs the same run: models, agent and its loop, and the funnel's settings that decide about answers."""
     free = {"in_flight", "attempts", "timeout", "loop_concurrency"}
     funnel: FunnelSettings = settings.funnel
     small = None if settings.small is None else settings.small.model
     return {
         "models": {"large": settings.large.model, "small": small},
         "agent": settings.agent,
+        "loop": settings.loop.model_dump(mode="json"),
         "settings": {k: v for k, v in funnel.model_dump(mode="json").items() if k not in free},
     }
