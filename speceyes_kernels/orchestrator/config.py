@@ -13,7 +13,7 @@ from pydantic import BaseModel, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 
 from .errors import SettingsError
-from .settings import FunnelSettings, SpeceyesSettings
+from .settings import FunnelSettings, SpeceyesSettings, WordingSettings
 
 PREFIX = "SPECEYES_"
 
@@ -89,6 +89,22 @@ def load_settings(
     return Loaded(settings, found)
 
 
+def load_wording(file: str | Path) -> WordingSettings:
+    """``funnel.wording`` of a settings file, whatever else the file holds or lacks.
+
+    Raises
+    ------
+    SettingsError
+        As :func:`load_settings`.
+    """
+    funnel = _read(Path(file)).get("funnel") or {}
+    wording = funnel.get("wording") or {} if isinstance(funnel, dict) else funnel
+    try:
+        return WordingSettings.model_validate(wording)
+    except ValidationError as error:
+        raise SettingsError(f"{file}: funnel.wording: {explain(error, {})}") from None
+
+
 def explain(error: ValidationError, where: Mapping[str, str]) -> str:
     """pydantic's findings, a line each: key, what is wrong, what was given, from where."""
     lines = []
@@ -106,7 +122,8 @@ def _source(key: str, where: Mapping[str, str]) -> str:
     for n in range(len(parts), 0, -1):
         if (found := where.get(".".join(parts[:n]))) is not None:
             return found
-    return "default"
+    below = {found: None for other, found in where.items() if other.startswith(f"{key}.")}  # of a value that is a mapping
+    return ", ".join(below) or "default"
 
 
 def _read(path: Path) -> dict[str, Any]:

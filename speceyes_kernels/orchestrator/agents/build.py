@@ -16,7 +16,8 @@ from .plain import Plain
 from .thyme import Thyme
 
 _AGENTS = {"deepeyes": DeepEyes, "thyme": Thyme, "plain": Plain}
-_FILES = ("processor_config.json", "preprocessor_config.json")  # the first only where it holds the second, as newer ones do
+# In the order in which transformers reads them; the first only where it holds what else is in the second.
+_FILES = ("processor_config.json", "preprocessor_config.json")
 _PIXELS = ("factor", "min_pixels", "max_pixels")
 
 
