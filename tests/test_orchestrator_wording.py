@@ -27,6 +27,8 @@ from speceyes_kernels.orchestrator.calibration.sources import from_run
 from speceyes_kernels.orchestrator.config import load_settings
 from speceyes_kernels.orchestrator.errors import ResumeRefused, SettingsError
 from speceyes_kernels.orchestrator.evaluation import load_jsonl
+from speceyes_kernels.orchestrator.evaluation.replay import replay
+from speceyes_kernels.orchestrator.evaluation.results import Run
 from speceyes_kernels.orchestrator.funnel import Funnel
 from speceyes_kernels.orchestrator.images import Picture
 from speceyes_kernels.orchestrator.phases import Gate, direct_request, judge_request
@@ -296,6 +298,16 @@ def test_the_funnel_hands_its_wording_to_the_gate():
     with pytest.raises(SettingsError, match="another funnel.wording.direct "):
         Funnel(large, small, settings=settings, calibration=_artifact(guaranteed=True))
     Funnel(large, small, settings=settings, calibration=_artifact(guaranteed=True, wording=settings.wording.texts()))
+
+
+def test_replayed_decisions_hold_for_the_wording_of_the_drafts_that_were_run():
+    wording = WordingSettings(direct="Now.")
+    settings = {"gate": {"k": 64}, "wording": wording.model_dump(mode="json")}
+    drafts = Run("d", "draft-only", (), settings, {"large": "large", "small": "small"})
+    made = _artifact(guaranteed=True, wording=wording.texts())
+    assert replay("r", [], drafts, drafts, None, FunnelSettings().gate, calibration=made).how == "replayed"
+    with pytest.raises(SettingsError, match="another funnel.wording.direct "):
+        replay("r", [], drafts, drafts, None, FunnelSettings().gate, calibration=_artifact(guaranteed=True))
 
 
 def test_the_artifact_keeps_the_runs_wording(tmp_path):
