@@ -122,7 +122,8 @@ def _source(key: str, where: Mapping[str, str]) -> str:
     for n in range(len(parts), 0, -1):
         if (found := where.get(".".join(parts[:n]))) is not None:
             return found
-    below = {found: None for other, found in where.items() if other.startswith(f"{key}.")}  # of a value that is a mapping
+    # Of a value that is a mapping, the keys within have sources of their own.
+    below = {found: None for other, found in where.items() if other.startswith(f"{key}.")}
     return ", ".join(below) or "default"
 
 

@@ -224,7 +224,8 @@ class Funnel:
         if mode == "tools-off":
             return await self._loop(journal, "tools-off", agent=self.direct)
         if mode == "specreason":
-            return await self._loop(journal, "specreason", agent=specreason(self.agent, cast(Engine, self.small), self.settings.wording.rate))
+            proposing = specreason(self.agent, cast(Engine, self.small), self.settings.wording.rate)
+            return await self._loop(journal, "specreason", agent=proposing)
         if mode == "draft-only":
             draft = await self._draft(journal, None)
             return self._failed(journal, "draft-only") if draft is None else self._drafted(journal, draft, "draft-only")
