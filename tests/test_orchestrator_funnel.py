@@ -11,9 +11,9 @@ from funnel_cases import Loop, engines, phase_of, queries, run, times
 
 from speceyes_kernels.orchestrator.errors import SettingsError
 from speceyes_kernels.orchestrator.funnel import Funnel
-from speceyes_kernels.orchestrator.phases import JUDGE
 from speceyes_kernels.orchestrator.settings import FunnelSettings
 from speceyes_kernels.orchestrator.types import Priority, Query, Turn, Waste
+from speceyes_kernels.orchestrator.wording import JUDGE
 
 
 # ---- schedules -------------------------------------------------------------------------------------------------------

@@ -50,6 +50,10 @@ def calibrate(
     small: Annotated[str, typer.Option(help="Of a table: name of the model that drafted.")] = "",
     form: Annotated[str, typer.Option(help="Of a table: form of its scores.")] = "exclude_top1",
     scores: Annotated[str, typer.Option(help="Of a table: where its scores are from, gate or top_logprobs.")] = "gate",
+    config: Annotated[
+        Path | None,
+        typer.Option(help="Of a table: file of settings whose funnel.wording its drafts were asked with. Default: the library's."),
+    ] = None,
     save_table: Annotated[Path | None, typer.Option(help="Also write the graded rows (JSONL).")] = None,
     curves: Annotated[Path | None, typer.Option(help="Folder for curves.csv, calibration.json and PNGs.")] = None,
 ) -> None:
@@ -60,6 +64,7 @@ def calibrate(
     from ..orchestrator.calibration.choose import Options
     from ..orchestrator.calibration.choose import calibrate as choose
     from ..orchestrator.calibration.report import tables, write_curves
+    from ..orchestrator.config import load_wording
     from ..orchestrator.errors import OrchestratorError
 
     console = Console(width=None if sys.stdout.isatty() else 180)
@@ -68,7 +73,10 @@ def calibrate(
             raise ValueError(f"--share: expected a share in (0, 1], got {share!r}")
         scored = _scored(source, questions, base, pool, k)
         if not scored.large:
-            scored = replace(scored, large=large, small=small, form=form, source=scores)
+            wording = None if config is None else load_wording(config).texts()
+            scored = replace(scored, large=large, small=small, form=form, source=scores, wording=wording)
+        elif config is not None:
+            raise ValueError("--config: expected a table with it: a run folder says itself what was asked")
         ran = scored.gate or {"pool": "min", "k": 64, "strict": True}
         options = Options(
             objective=objective, epsilon=epsilon, delta=delta, pilot=pilot, per_kind=per_kind,  # type: ignore[arg-type]

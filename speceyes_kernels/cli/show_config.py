@@ -24,4 +24,7 @@ def show_config(
         sys.exit(f"speceyes show-config: {error}")
     width = max(len(s.key) for s in loaded.values)
     for setting in loaded.values:
-        print(f"{setting.key:<{width}}  {setting.value!s:<24}  {setting.source}")
+        value = setting.value
+        # A prompt has several lines, or none: quoted, it stays a row of the table.
+        shown = repr(value) if isinstance(value, str) and (not value or "\n" in value) else str(value)
+        print(f"{setting.key:<{width}}  {shown:<24}  {setting.source}")

@@ -11,7 +11,7 @@ from typing import Any
 
 from .. import __version__
 from .account import CostAccount, Figures, Price
-from .agents import DeepEyes, Plain, Thyme
+from .agents import build_agent
 from .config import header
 from .engines.base import Engine
 from .engines.build import build_engine
@@ -25,7 +25,6 @@ from .tools.base import ToolError
 from .types import Agent, Query
 
 _PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif")
-_AGENTS = {"deepeyes": DeepEyes, "thyme": Thyme, "plain": Plain}
 
 
 def load_questions(path: Path) -> Iterator[Query]:
@@ -132,11 +131,6 @@ async def answer_all(
                 progress.update(answer.trail.route, account)
     figures = summary(account.figures())
     return {**figures, "money": summary(accounts[1].figures())} if prices else figures
-
-
-def build_agent(settings: SpeceyesSettings) -> Agent | None:
-    """The agent that the settings name; None is the funnel's own, without tools."""
-    return None if settings.agent == "direct" else _AGENTS[settings.agent]()
 
 
 def _prices(settings: SpeceyesSettings, large: Engine, small: Engine | None) -> dict[str, Price]:

@@ -13,7 +13,7 @@ from pydantic import BaseModel, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 
 from .errors import SettingsError
-from .settings import FunnelSettings, SpeceyesSettings
+from .settings import FunnelSettings, SpeceyesSettings, WordingSettings
 
 PREFIX = "SPECEYES_"
 
@@ -25,6 +25,7 @@ class _Environment(BaseSettings):
     large: dict[str, Any] | None = None
     small: dict[str, Any] | None = None
     agent: str | None = None
+    loop: dict[str, Any] | None = None
     funnel: dict[str, Any] | None = None
     serve: dict[str, Any] | None = None
 
@@ -88,6 +89,22 @@ def load_settings(
     return Loaded(settings, found)
 
 
+def load_wording(file: str | Path) -> WordingSettings:
+    """``funnel.wording`` of a settings file, whatever else the file holds or lacks.
+
+    Raises
+    ------
+    SettingsError
+        As :func:`load_settings`.
+    """
+    funnel = _read(Path(file)).get("funnel") or {}
+    wording = funnel.get("wording") or {} if isinstance(funnel, dict) else funnel
+    try:
+        return WordingSettings.model_validate(wording)
+    except ValidationError as error:
+        raise SettingsError(f"{file}: funnel.wording: {explain(error, {})}") from None
+
+
 def explain(error: ValidationError, where: Mapping[str, str]) -> str:
     """pydantic's findings, a line each: key, what is wrong, what was given, from where."""
     lines = []
@@ -105,7 +122,9 @@ def _source(key: str, where: Mapping[str, str]) -> str:
     for n in range(len(parts), 0, -1):
         if (found := where.get(".".join(parts[:n]))) is not None:
             return found
-    return "default"
+    # Of a value that is a mapping, the keys within have sources of their own.
+    below = {found: None for other, found in where.items() if other.startswith(f"{key}.")}
+    return ", ".join(below) or "default"
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -207,12 +226,13 @@ def engine_flag(text: str) -> dict[str, Any]:
 
 
 def header(settings: SpeceyesSettings) -> dict[str, Any]:
-    """What makes two runs the same run: models, agent, and the funnel's settings that decide about answers."""
+    """What makes two runs the same run: models, agent and its loop, and the funnel's settings that decide about answers."""
     free = {"in_flight", "attempts", "timeout", "loop_concurrency"}
     funnel: FunnelSettings = settings.funnel
     small = None if settings.small is None else settings.small.model
     return {
         "models": {"large": settings.large.model, "small": small},
         "agent": settings.agent,
+        "loop": settings.loop.model_dump(mode="json"),
         "settings": {k: v for k, v in funnel.model_dump(mode="json").items() if k not in free},
     }

@@ -20,7 +20,7 @@ from .engines.base import Engine
 from .errors import EngineClosed, EngineRefused, PictureError, RunLogError, SettingsError
 from .journal import Journal, LoopRecorder
 from .metrics import Metrics, metrics, watch
-from .modes import check_agent, specreason, tool_draft
+from .modes import check_agent, check_wording, specreason, tool_draft
 from .phases import Calibration, Gate, direct_request, draft_request, final_text, judge_request, judged, step_of
 from .settings import FunnelSettings, Mode
 from .types import Agent, Answer, Kind, LoopResult, Priority, Query, Reply, Step, Trail, Waste
@@ -99,7 +99,9 @@ class Funnel:
         self.agent: Agent = self.direct if agent is None else agent
         self.observers = list(observers)
         self._check_mode(settings.mode)
-        self.gate = Gate(settings.gate, calibration, large.model, "" if small is None else small.model)
+        check_wording(self.agent, settings.wording)
+        wording = settings.wording.of_drafts(settings.draft.depth)
+        self.gate = Gate(settings.gate, calibration, large.model, "" if small is None else small.model, wording)
         self._group: Any = None
         self._runs: set[Any] = set()
         self.auditor = Auditor(self)
@@ -222,7 +224,8 @@ class Funnel:
         if mode == "tools-off":
             return await self._loop(journal, "tools-off", agent=self.direct)
         if mode == "specreason":
-            return await self._loop(journal, "specreason", agent=specreason(self.agent, cast(Engine, self.small)))
+            proposing = specreason(self.agent, cast(Engine, self.small), self.settings.wording.rate)
+            return await self._loop(journal, "specreason", agent=proposing)
         if mode == "draft-only":
             draft = await self._draft(journal, None)
             return self._failed(journal, "draft-only") if draft is None else self._drafted(journal, draft, "draft-only")

@@ -6,15 +6,15 @@ from typing import Any, cast
 
 from .engines.base import Engine
 from .errors import SettingsError
-from .settings import FunnelSettings
+from .settings import FunnelSettings, WordingSettings
 from .types import Agent, Priority, Query, ScoreRequest, Step
 
 
-def specreason(agent: Agent, small: Engine) -> Agent:
-    """The agent whose steps the small model proposes."""
+def specreason(agent: Agent, small: Engine, rate: str) -> Agent:
+    """The agent whose steps the small model proposes; ``rate``: how the large one is asked for its mark."""
     from .agents.specreason import SpecReason
 
-    return SpecReason(cast(Any, agent), small)
+    return SpecReason(cast(Any, agent), small, rate=rate)
 
 
 def check_agent(agent: Agent, why: str) -> None:
@@ -26,6 +26,21 @@ def check_agent(agent: Agent, why: str) -> None:
     """
     if not hasattr(agent, "dialect"):
         raise SettingsError(f"agent: {why} expects an agent with a dialect (agents.Loop), got {agent.name!r}")
+
+
+def check_wording(agent: Agent, wording: WordingSettings) -> None:
+    """
+    Raises
+    ------
+    SettingsError
+        The agent was made with another wording of its loop than the settings': it would be ignored in silence.
+    """
+    for key, own in (("system", "system"), ("loop", "last")):
+        wanted, dialect = getattr(wording, key), getattr(agent, "dialect", None)
+        if wanted is not None and dialect is not None and getattr(dialect, own, None) != wanted:
+            raise SettingsError(
+                f"funnel.wording.{key}: the agent {agent.name!r} was made without it; make it by agents.build_agent, or with {own}=..."
+            )
 
 
 async def tool_draft(agent: Agent, query: Query, small: Engine, settings: FunnelSettings) -> Step:

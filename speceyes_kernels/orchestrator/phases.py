@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,22 +13,12 @@ from ..decision import confidence, convert_threshold, score_for_confidence
 from .agents.prompts import question_text
 from .engines.base import Engine
 from .errors import SettingsError
-from .settings import FunnelSettings, GateSettings
-from .types import Form, Priority, Query, Reply, Request, ScoreRequest, Scores, Step, Turn
+from .settings import FunnelSettings, GateSettings, WordingSettings
+from .types import Form, Kind, Priority, Query, Reply, Request, ScoreRequest, Scores, Step, Turn
+from .wording import QUESTION
 
 logger = logging.getLogger("speceyes_kernels.orchestrator")
 
-JUDGE = (
-    "Someone must answer the question below. Tools could help: zooming into a part of the image, or running code.\n\n"
-    "Question: {question}\n\n"
-    "Would using a tool make the answer more reliable than answering at once? Answer with one word, yes or no."
-)
-_ENDS = {
-    "option": "Answer with the letter of the option and nothing else.",
-    "yes/no": "Answer with yes or no and nothing else.",
-    "number": "Answer with the number and nothing else.",
-    "text": "Answer with a word or a short phrase and nothing else.",
-}
 _WITHOUT_K = "min_logprob"  # the pool on whose scores k has no bearing
 _NO = re.compile(r"\W*no\b", re.IGNORECASE)
 _THOUGHT = re.compile(r".*</think>", re.DOTALL)
@@ -40,7 +31,7 @@ def ask(query: Query, text: str) -> tuple[Turn, ...]:
 
 def judge_request(query: Query, settings: FunnelSettings) -> Request:
     return Request(
-        ask(query, JUDGE.format(question=question_text(query))), settings.judge_tokens,
+        ask(query, settings.wording.judge.replace(QUESTION, question_text(query))), settings.judge_tokens,
         priority=Priority.JUDGE, affinity=query.id, timeout=settings.timeout, seed=settings.seed,
     )  # fmt: skip
 
@@ -52,10 +43,11 @@ def judged(reply: Reply) -> str:
 
 def direct_request(query: Query, settings: FunnelSettings, *, max_tokens: int, priority: Priority) -> Request:
     """The question for an answer without tools."""
-    kind = query.kind or settings.kind or ("option" if len(query.options) > 1 else None)
-    end = _ENDS.get(kind or "", "Answer as briefly as you can.")
+    kind: Kind | None = query.kind or settings.kind or ("option" if len(query.options) > 1 else None)
+    end = settings.wording.ending(kind)
+    text = question_text(query) + (f"\n{end}" if end else "")
     return Request(
-        ask(query, f"{question_text(query)}\n{end}"), max_tokens, priority=priority, affinity=query.id,
+        ask(query, text), max_tokens, priority=priority, affinity=query.id,
         timeout=settings.timeout, seed=settings.seed,
     )  # fmt: skip
 
@@ -90,6 +82,7 @@ class Calibration(Protocol):
     source: str
     thresholds: Any
     samples: Any
+    wording: Any
 
     @property
     def guaranteed(self) -> bool: ...
@@ -117,6 +110,8 @@ class Gate:
         compared. Its form may be another where decisions are the same in both (pool min): thresholds are converted.
     large, small : str
         Names of the models that run; others than calibration's are warned of, under a guarantee refused.
+    wording : mapping, optional
+        The texts that decide about drafts (`WordingSettings.of_drafts`); others than calibration's alike.
 
     Attributes
     ----------
@@ -129,7 +124,14 @@ class Gate:
         The calibration says nothing about what runs.
     """
 
-    def __init__(self, settings: GateSettings, calibration: Calibration | None, large: str, small: str) -> None:
+    def __init__(
+        self,
+        settings: GateSettings,
+        calibration: Calibration | None,
+        large: str,
+        small: str,
+        wording: Mapping[str, str | None] | None = None,
+    ) -> None:
         self.settings, self.calibration = settings, calibration
         self.differences: list[str] = []
         if calibration is None:
@@ -148,11 +150,16 @@ class Gate:
                 )
         for name, value in (("large", large), ("small", small)):
             self._compare(name, getattr(calibration, name), value)
+        calibrated = WordingSettings().texts() if calibration.wording is None else calibration.wording
+        for name, text in (wording or {}).items():
+            if text != calibrated.get(name):
+                self._differs(f"calibrated with another funnel.wording.{name} than {_short(text)} of this run")
 
     def _compare(self, name: str, wanted: object, value: object) -> None:
-        if value == wanted:
-            return
-        problem = f"calibrated with {name} {wanted!r}, running with {value!r}"
+        if value != wanted:
+            self._differs(f"calibrated with {name} {wanted!r}, running with {value!r}")
+
+    def _differs(self, problem: str) -> None:
         if self.calibration is not None and self.calibration.guaranteed:
             raise SettingsError(f"calibration: {problem}: its guarantee would not hold; calibrate anew")
         if problem not in self.differences:
@@ -238,6 +245,11 @@ class Gate:
         limit = self.threshold(kind, tau)
         accepted = value > limit if settings.strict else value >= limit
         return Verdict(accepted and limit < math.inf, bool(accepted and guaranteed))
+
+
+def _short(text: str | None) -> str:
+    """For a message: prompts are long."""
+    return repr(text) if text is None or len(text) <= 60 else f"{text[:60]!r}..."
 
 
 def threshold_of(tau: float, settings: GateSettings) -> float:

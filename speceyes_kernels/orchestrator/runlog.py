@@ -18,6 +18,7 @@ from typing import Any
 from .disk import Disk
 from .errors import ResumeRefused, RunLogError
 from .images import Picture
+from .settings import AgentSettings, WordingSettings
 from .types import Answer, Step
 
 logger = logging.getLogger("speceyes_kernels.orchestrator")
@@ -177,7 +178,7 @@ class RunLog:
         self._disk.sync(self._handle)
 
     def _check_header(self, record: dict[str, Any], head: dict[str, Any]) -> None:
-        old = record["run"]
+        old, head = _completed(record["run"]), _completed(head)
         for key in sorted({*old, *head} - set(_FREE)):
             if old.get(key) != head.get(key):
                 raise ResumeRefused(
@@ -312,6 +313,16 @@ class RunLog:
         handle, self._handle = self._handle, None
         if handle is not None:
             self._disk.close(handle)
+
+
+def _completed(header: Mapping[str, Any]) -> dict[str, Any]:
+    """With what headers did not hold at first, when it could not be set: such a run goes on with the defaults."""
+    out = dict(header)
+    if "agent" in out:
+        out.setdefault("loop", AgentSettings().model_dump(mode="json"))
+    if isinstance(out.get("settings"), dict) and "mode" in out["settings"]:
+        out["settings"] = {"wording": WordingSettings().model_dump(mode="json"), **out["settings"]}
+    return out
 
 
 def _difference(old: Any, new: Any) -> str:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
-from .types import ALL_POOLS, Form, Kind, Span
+from .images import Coordinates
+from .types import ALL_POOLS, KINDS, Form, Kind, Span
+from .wording import BRIEFLY, ENDS, JUDGE, QUESTION, RATE
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Confidence = Annotated[float, Field(gt=0, lt=1)]
@@ -102,6 +106,80 @@ class BreakevenSettings(Section):
     resume_at: Annotated[float, Field(ge=1)] = 1.05
 
 
+class WordingSettings(Section):
+    """What the models are asked; the defaults are the library's own words. Give a model those that it was trained on.
+
+    Parameters
+    ----------
+    judge : str
+        With ``{question}`` where the question and its options go; no other braces.
+    direct : str or mapping of kind to str, optional
+        What follows a question that is answered without tools (drafts, too): one text, or one a kind; "" is nothing. Kinds
+        without one have the library's.
+    system : str, optional
+        The loop's system turn instead of the dialect's; "" is none. ``{tools}`` is replaced by the tools' descriptions.
+    loop : str, optional
+        What follows the loop's question instead of the dialect's text.
+    rate : str
+        How SpecReason asks for a mark of a step.
+    """
+
+    judge: str = JUDGE
+    direct: str | dict[Kind, str] | None = None
+    system: str | None = None
+    loop: str | None = None
+    rate: Annotated[str, Field(min_length=1)] = RATE
+
+    @field_validator("judge")
+    @classmethod
+    def _asks(cls, text: str) -> str:
+        if QUESTION not in text:
+            raise ValueError(f"expected a text with {QUESTION} in it, got {text!r}")
+        if (other := re.search(r"\{[^{}]*\}|[{}]", text.replace(QUESTION, ""))) is not None:
+            raise ValueError(f"expected {QUESTION} as the only braces, got {other.group()!r}")
+        return text
+
+    @field_validator("direct", mode="before")
+    @classmethod
+    def _by_kind(cls, given: Any) -> Any:
+        # Here and not by the types: their errors would name a key for each branch of the union.
+        if not isinstance(given, Mapping):
+            if given is None or isinstance(given, str):
+                return given
+            raise ValueError(f"expected a text, or a mapping of kinds to texts, got {given!r}")
+        for kind, text in given.items():
+            if kind not in KINDS:
+                raise ValueError(f"expected kinds among {', '.join(KINDS)}, got {kind!r}")
+            if not isinstance(text, str):
+                raise ValueError(f"{kind}: expected a text, got {text!r}")
+        return dict(given)
+
+    @field_validator("direct", "loop")
+    @classmethod
+    def _follows(cls, given: Any) -> Any:
+        texts = given.values() if isinstance(given, dict) else (given,)
+        if any(QUESTION in text for text in texts if text is not None):
+            raise ValueError(f"expected what follows the question, without {QUESTION}: the question stands before it")
+        return given
+
+    def ending(self, kind: Kind | None) -> str:
+        """What follows a question of this kind that is answered without tools."""
+        if isinstance(self.direct, str):
+            return self.direct
+        own = BRIEFLY if kind is None else ENDS.get(kind, BRIEFLY)
+        return own if kind is None or self.direct is None else self.direct.get(kind, own)
+
+    def texts(self) -> dict[str, str | None]:
+        """All that can decide about drafts, by key; None: the dialect's own."""
+        ends = {f"direct.{kind}": self.ending(kind) for kind in KINDS}
+        return {"judge": self.judge, "direct": self.ending(None), **ends, "system": self.system, "loop": self.loop}
+
+    def of_drafts(self, depth: int) -> dict[str, str | None]:
+        """Those of :meth:`texts` that do decide: drafts with tools begin as the loop does."""
+        looped = ("system", "loop")
+        return {key: text for key, text in self.texts().items() if key == "judge" or (key in looped) is (depth > 0)}
+
+
 class FunnelSettings(Section):
     """How queries are answered; the defaults are the paper's."""
 
@@ -123,6 +201,7 @@ class FunnelSettings(Section):
     breakeven: BreakevenSettings = BreakevenSettings()
     seed: int = 0
     kind: Kind | None = None
+    wording: WordingSettings = WordingSettings()
 
     @model_validator(mode="after")
     def _fits(self) -> FunnelSettings:
@@ -135,6 +214,27 @@ class FunnelSettings(Section):
         if self.mode == "specreason" and self.barrier:
             raise ValueError("barrier: expected mode 'funnel' or 'base', got 'specreason'")
         return self
+
+
+class PixelSettings(Section):
+    """How the large model's processor resizes pictures. What is None is read from the model's folder where there is one, else it
+    is Qwen2.5-VL's."""
+
+    factor: Count | None = None
+    min_pixels: Count | None = None
+    max_pixels: Count | None = None
+
+
+class AgentSettings(Section):
+    """The large model's loop. ``coordinates``: what its boxes count. ``max_pixels``: pictures are sent with at most so many;
+    ``max_tokens``: of a step; ``tools``: registered names (None: the agent's own in both)."""
+
+    coordinates: Coordinates = "seen"
+    max_pixels: Count | None = None
+    max_tokens: Count | None = None
+    tool_timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 30.0
+    tools: tuple[str, ...] | None = None
+    pixels: PixelSettings = PixelSettings()
 
 
 class ServeSettings(Section):
@@ -167,10 +267,11 @@ class ServeSettings(Section):
 
 
 class SpeceyesSettings(Section):
-    """Everything that `speceyes run` and `speceyes serve` need: both engines, the funnel, the agent, the server."""
+    """Everything that `speceyes run` and `speceyes serve` need: both engines, the agent and its loop, the funnel, the server."""
 
     large: EngineSettings
     small: EngineSettings | None = None
     agent: Literal["deepeyes", "thyme", "plain", "direct"] = "deepeyes"
+    loop: AgentSettings = AgentSettings()
     funnel: FunnelSettings = FunnelSettings()
     serve: ServeSettings = ServeSettings()

@@ -5,7 +5,10 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_EXPORTS = {"DeepEyes": "deepeyes", "Loop": "loop", "Plain": "plain", "SpecReason": "specreason", "Thyme": "thyme"}
+_EXPORTS = {
+    "DeepEyes": "deepeyes", "Loop": "loop", "Plain": "plain", "SpecReason": "specreason", "Thyme": "thyme",
+    "build_agent": "build",
+}  # fmt: skip
 
 __all__ = list(_EXPORTS)
 

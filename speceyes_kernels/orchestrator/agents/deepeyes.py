@@ -10,10 +10,10 @@ from ..tools.zoom import Zoom
 from ..types import Query, Turn
 from .dialect import Parsed, parse_tagged
 from .loop import Loop
-from .prompts import json_tools, opening
+from .prompts import Worded, json_tools
 
 
-class DeepEyesDialect:
+class DeepEyesDialect(Worded):
     """The dialect; wording is this library's own."""
 
     name = "deepeyes"
@@ -27,7 +27,7 @@ class DeepEyesDialect:
             "Think first, within <think> and </think>. Where a detail is too small to be sure of, call a tool to look at "
             "it. Once you are sure, give the answer alone within <answer> and </answer>."
         )
-        return opening(query, system, last)
+        return self.opening(query, tools, system, last)
 
     def parse(self, text: str) -> Parsed:
         """See `Dialect.parse`."""
@@ -52,9 +52,18 @@ class DeepEyes(Loop):
     ----------
     tools : sequence of Tool or str
         Default: zoom.
+    system, last : str, optional
+        Instead of the dialect's own texts; as `Worded`.
     **options
         As `Loop`.
     """
 
-    def __init__(self, tools: Sequence[Tool | str] | None = None, **options: Any) -> None:
-        super().__init__(DeepEyesDialect(), (Zoom(),) if tools is None else tools, **options)
+    def __init__(
+        self,
+        tools: Sequence[Tool | str] | None = None,
+        *,
+        system: str | None = None,
+        last: str | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(DeepEyesDialect(system, last), (Zoom(),) if tools is None else tools, **options)

@@ -11,12 +11,12 @@ from ..tools.calculator import Calculator
 from ..types import Query, Turn
 from .dialect import Final, Malformed, Parsed, parse_tagged
 from .loop import Loop
-from .prompts import json_tools, opening
+from .prompts import Worded, json_tools
 
 _ANSWER = re.compile(r"^\W*answer\W*:[ \t*]*", re.IGNORECASE | re.MULTILINE)
 
 
-class PlainDialect:
+class PlainDialect(Worded):
     """The dialect."""
 
     name = "plain"
@@ -26,7 +26,8 @@ class PlainDialect:
     def first(self, query: Query, tools: Sequence[Tool]) -> tuple[Turn, ...]:
         """See `Dialect.first`."""
         system = "You are a helpful assistant." + json_tools(tools)
-        return opening(query, system, "Give the final answer alone on a last line that begins with Answer:")
+        last = "Give the final answer alone on a last line that begins with Answer:"
+        return self.opening(query, tools, system, last)
 
     def parse(self, text: str) -> Parsed:
         """See `Dialect.parse`; of several answers the last."""
@@ -55,9 +56,18 @@ class Plain(Loop):
     ----------
     tools : sequence of Tool or str
         Default: calculator.
+    system, last : str, optional
+        Instead of the dialect's own texts; as `Worded`.
     **options
         As `Loop`.
     """
 
-    def __init__(self, tools: Sequence[Tool | str] | None = None, **options: Any) -> None:
-        super().__init__(PlainDialect(), (Calculator(),) if tools is None else tools, **options)
+    def __init__(
+        self,
+        tools: Sequence[Tool | str] | None = None,
+        *,
+        system: str | None = None,
+        last: str | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(PlainDialect(system, last), (Calculator(),) if tools is None else tools, **options)

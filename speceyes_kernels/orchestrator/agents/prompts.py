@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..types import Query, Turn
+from ..wording import TOOLS
 
 if TYPE_CHECKING:
     from ..tools.base import Tool
@@ -50,7 +51,24 @@ def json_tools(tools: Sequence[Tool]) -> str:
     )
 
 
-def opening(query: Query, system: str, last: str) -> tuple[Turn, ...]:
-    """System turn, history, and the question with its pictures before it."""
-    text = f"{question_text(query)}\n{last}".strip()
-    return (Turn("system", (system,)), *query.history, Turn("user", (*query.images, text)))
+class Worded:
+    """What dialects begin with; its texts can be replaced.
+
+    Parameters
+    ----------
+    system : str, optional
+        The system turn, instead of the dialect's; ``{tools}`` in it is replaced by `json_tools`. "": no such turn.
+    last : str, optional
+        What follows the question, instead of the dialect's.
+    """
+
+    def __init__(self, system: str | None = None, last: str | None = None) -> None:
+        self.system, self.last = system, last
+
+    def opening(self, query: Query, tools: Sequence[Tool], system: str, last: str) -> tuple[Turn, ...]:
+        """System turn, history, and the question with its pictures before it. ``system``, ``last``: the dialect's own."""
+        if self.system is not None:
+            system = self.system.replace(TOOLS, json_tools(tools))
+        text = f"{question_text(query)}\n{last if self.last is None else self.last}".strip()
+        before = (Turn("system", (system,)),) if system else ()
+        return (*before, *query.history, Turn("user", (*query.images, text)))

@@ -8,13 +8,10 @@ from dataclasses import replace
 from ..engines.base import Engine
 from ..engines.limiter import note_waste
 from ..types import Capabilities, Health, LoopResult, Priority, Query, Reply, Request, Turn, Waste
+from ..wording import RATE
 from .loop import Loop
 
 _MARK = re.compile(r"\s*([0-9])(?![0-9])")
-_ASK = (
-    "Above is the beginning of an answer. How much does its last step help to answer correctly? Reply with one digit, "
-    "from 0 (useless or wrong) to 9 (right and useful)."
-)
 
 
 def parse_mark(text: str) -> int | None:
@@ -33,12 +30,14 @@ class ProposingEngine:
     small, large : Engine
     keep : int
         Least mark at which a proposal is kept. A reply without a mark keeps nothing.
+    rate : str
+        How a mark is asked for.
     """
 
-    def __init__(self, small: Engine, large: Engine, keep: int = 7) -> None:
+    def __init__(self, small: Engine, large: Engine, keep: int = 7, rate: str = RATE) -> None:
         if not 0 <= keep <= 9:
             raise ValueError(f"keep: expected a mark in 0..9, got {keep!r}")
-        self.small, self.large, self.keep = small, large, keep
+        self.small, self.large, self.keep, self.rate = small, large, keep, rate
         self.name = f"{small.name}+{large.name}"
         self.model = f"{small.model}+{large.model}"
         self.concurrency = large.concurrency
@@ -55,7 +54,7 @@ class ProposingEngine:
         turns = request.turns
         said = turns[-1].parts if request.continue_last else ()
         proposed = Turn("assistant", (*said, proposal.text))
-        asked = (*(turns[:-1] if request.continue_last else turns), proposed, Turn("user", (_ASK,)))
+        asked = (*(turns[:-1] if request.continue_last else turns), proposed, Turn("user", (self.rate,)))
         marking = await self.large.complete(
             replace(request, turns=asked, max_tokens=1, stop=(), score=None, continue_last=False)
         )
@@ -100,16 +99,18 @@ class SpecReason:
         Proposes.
     keep : int
         Least mark at which a proposal is kept.
+    rate : str
+        How a mark is asked for.
     """
 
     name = "specreason"
 
-    def __init__(self, agent: Loop, small: Engine, keep: int = 7) -> None:
-        self.agent, self.small, self.keep = agent, small, keep
+    def __init__(self, agent: Loop, small: Engine, keep: int = 7, rate: str = RATE) -> None:
+        self.agent, self.small, self.keep, self.rate = agent, small, keep, rate
 
     async def run(
         self, query: Query, engine: Engine, *, steps: int = 5, priority: Priority = Priority.LOOP, affinity: str = ""
     ) -> LoopResult:
         """As `Loop.run`; ``engine`` marks, and writes what is not kept."""
-        both = ProposingEngine(self.small, engine, self.keep)
+        both = ProposingEngine(self.small, engine, self.keep, self.rate)
         return await self.agent.run(query, both, steps=steps, priority=priority, affinity=affinity)

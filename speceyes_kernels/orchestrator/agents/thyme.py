@@ -11,14 +11,14 @@ from ..tools.code import CodeTool
 from ..types import Query, Turn
 from .dialect import Call, Final, Malformed, Parsed, bare_answer, find_answer
 from .loop import Loop
-from .prompts import opening
+from .prompts import Worded
 
 _OPEN = re.compile(r"<code>", re.IGNORECASE)
 _CLOSE = re.compile(r"</code>", re.IGNORECASE)
 _FENCE = re.compile(r"\A\s*```[a-zA-Z0-9]*[ \t]*\n?(.*?)(?:\n?```.*)?\Z", re.DOTALL)
 
 
-class ThymeDialect:
+class ThymeDialect(Worded):
     """The dialect; wording is this library's own. The model's whole reply is one turn, continued after each block."""
 
     name = "thyme"
@@ -41,7 +41,7 @@ class ThymeDialect:
             "stay from block to block. Without need of code, or once you know, give the answer alone within <answer> and "
             "</answer>."
         )
-        return opening(query, system, last)
+        return self.opening(query, tools, system, last)
 
     def parse(self, text: str) -> Parsed:
         """See `Dialect.parse`: the first block or answer counts."""
@@ -77,9 +77,18 @@ class Thyme(Loop):
     ----------
     tools : sequence of Tool or str
         Default: code, in the sandbox.
+    system, last : str, optional
+        Instead of the dialect's own texts; as `Worded`.
     **options
         As `Loop`.
     """
 
-    def __init__(self, tools: Sequence[Tool | str] | None = None, **options: Any) -> None:
-        super().__init__(ThymeDialect(), (CodeTool(),) if tools is None else tools, **options)
+    def __init__(
+        self,
+        tools: Sequence[Tool | str] | None = None,
+        *,
+        system: str | None = None,
+        last: str | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(ThymeDialect(system, last), (CodeTool(),) if tools is None else tools, **options)

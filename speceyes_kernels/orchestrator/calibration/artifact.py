@@ -58,6 +58,8 @@ class Artifact:
         Of the rows' table.
     contents, pictures : sequences of str
         Hashes of the rows' queries and pictures: a report refuses rows of either.
+    wording : mapping of str to str or None, optional
+        What was asked: `WordingSettings.texts`; None (a table, or a file from before this was kept): the library's own.
     curve, samples
         Risk-coverage points; sorted scores a kind, for the drift watch.
     """
@@ -81,6 +83,7 @@ class Artifact:
     pictures: Sequence[str] = ()
     curve: Sequence[Sequence[float]] = ()
     samples: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    wording: Mapping[str, str | None] | None = None
 
     @property
     def guaranteed(self) -> bool:
@@ -151,6 +154,8 @@ def load_artifact(path: str | Path) -> Artifact:
         if data.get("pooled") is not None:
             data["pooled"] = _threshold("pooled", data["pooled"])
         artifact = Artifact(**data)
+        if not isinstance(artifact.wording, (dict, type(None))):
+            raise ValueError(f"wording: expected texts by key, got {artifact.wording!r}")
     except (TypeError, KeyError, AttributeError, ValueError) as error:
         raise ArtifactError(f"{path}: damaged: {error}") from error
     for kind in artifact.thresholds:

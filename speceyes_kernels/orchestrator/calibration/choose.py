@@ -110,6 +110,7 @@ def calibrate(scored: Scored, options: Options) -> Calibrated:
         contents=sorted({row.content for row in mine}),
         pictures=sorted({row.picture for row in mine if row.picture != row.content}),
         curve=_curve(scores[free], mine.right[free]), samples=_samples(mine, scores, options.seed),
+        wording=scored.wording,
     )  # fmt: skip
     return Calibrated(artifact, mine, tuple(compare(mine, options.seed)), tuple(_held_out(artifact, others)))
 

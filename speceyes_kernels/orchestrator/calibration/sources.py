@@ -13,6 +13,7 @@ from typing import Any
 from ..audit import audit_steps
 from ..evaluation.grading import is_right, kind_of_query
 from ..runlog import read_log
+from ..settings import WordingSettings
 from ..types import Answer, Query, Step
 from .kinds import kind_of
 from .table import Row, ScoreKey, Table, TableError
@@ -23,7 +24,8 @@ _PLAIN = ("id", "content", "picture", "kind", "tool_free", "right", "base_right"
 
 @dataclass(frozen=True)
 class Scored:
-    """A table, and what its scores are of. ``gate``: pool, k, strict as they ran; absent keys are not known."""
+    """A table, and what its scores are of. ``gate``: pool, k, strict as they ran; absent keys are not known.
+    ``wording``: as `Artifact.wording`."""
 
     table: Table
     large: str
@@ -32,6 +34,7 @@ class Scored:
     span: str = "output"
     source: str = "gate"
     gate: Mapping[str, Any] | None = None
+    wording: Mapping[str, str | None] | None = None
 
 
 def from_run(folder: str | Path, queries: Iterable[Query], base: str | Path | None = None) -> Scored:
@@ -74,7 +77,8 @@ def from_run(folder: str | Path, queries: Iterable[Query], base: str | Path | No
     form, source, _ = kinds.pop()
     gate = header["settings"]["gate"]
     models = header["models"]
-    return Scored(Table(rows), models["large"], models["small"] or "", form, gate["span"], source, gate)
+    wording = WordingSettings.model_validate(header["settings"].get("wording", {})).texts()
+    return Scored(Table(rows), models["large"], models["small"] or "", form, gate["span"], source, gate, wording)
 
 
 @dataclass

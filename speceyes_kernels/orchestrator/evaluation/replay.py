@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ..phases import Calibration, Gate
-from ..settings import GateSettings
+from ..settings import GateSettings, WordingSettings
 from ..types import Query
 from .results import ResultError, Row, Run
 
@@ -54,7 +54,9 @@ def replay(
             f"{drafts.name}: its drafts were scored with k = {k}, asked for {gate.k}: each k needs drafts of its own"
         )
     names = {**drafts.models, **(judged or drafts).models}
-    door = Gate(gate, calibration, names.get("large") or "", drafts.models.get("small") or "")
+    wording = WordingSettings.model_validate(drafts.settings.get("wording", {}))
+    asked = wording.of_drafts(drafts.settings.get("draft", {}).get("depth", 0))
+    door = Gate(gate, calibration, names.get("large") or "", drafts.models.get("small") or "", asked)
     judges: Sequence[Row | None] = judged.rows if judged is not None else [None] * len(queries)
     rows = []
     for query, slow, drafted, judge in zip(queries, base.rows, drafts.rows, judges, strict=True):

@@ -11,7 +11,8 @@ from typing import Any
 import uvicorn
 from starlette.applications import Starlette
 
-from ..batch import artifact_of, build_agent, check_tools
+from ..agents import build_agent
+from ..batch import artifact_of, check_tools
 from ..engines.base import Engine
 from ..engines.build import build_engine
 from ..funnel import Funnel
