@@ -86,7 +86,7 @@ def test_windows_show_their_tag_on_the_grid() -> None:
         for tag in scene(seed).tags:
             left, top, right, bottom = tag.box
             assert left % GRID == top % GRID == 0 and right - left == bottom - top == WINDOW
-            assert 0 <= left and right <= SEEN and 0 <= top and bottom <= SEEN
+            assert left >= 0 and right <= SEEN and top >= 0 and bottom <= SEEN
             assert tag.within(tag.box)
             off = (left + WINDOW, top, right + WINDOW, bottom)
             assert not tag.within(off)
@@ -216,7 +216,11 @@ def test_files_are_read_back_by_the_evaluation(tmp_path: Path) -> None:
     kinds = write(tmp_path, "test", {"attributes": 12, "relations": 6, "existence": 6})
     assert sum(kinds.values()) == 24
     queries = load_dataset(tmp_path, layout="jsonl", seed=None)
-    chosen = [item for split, n in (("attributes", 12), ("relations", 6), ("existence", 6)) for item in items("test", split, n)]
+    chosen = [
+        item
+        for split, n in (("attributes", 12), ("relations", 6), ("existence", 6))
+        for item in items("test", split, n)
+    ]
     for query, item in zip(queries, chosen, strict=True):
         assert query.text == item.question.text and query.split == item.question.split
         assert kind_of_query(query) == item.question.kind

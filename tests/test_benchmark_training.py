@@ -41,7 +41,11 @@ def branches_of(seed: int) -> tuple[object, np.ndarray, list[Branch]]:
     what, image, rng = drawn(seed)
     asked = questions(what, rng)
     about = [q for q in asked if q.target is not None]
-    return what, image, [loop(about[0]), direct(asked[0]), judge(about[-1]), loop(about[-1]), inventory(what), rate(about[0], rng)]
+    return (
+        what,
+        image,
+        [loop(about[0]), direct(asked[0]), judge(about[-1]), loop(about[-1]), inventory(what), rate(about[0], rng)],
+    )
 
 
 def test_the_batched_forward_is_transformers(tokenizer) -> None:
@@ -155,7 +159,11 @@ def test_the_template_makes_the_turns_that_were_learned(tokenizer) -> None:
         {"role": "assistant", "content": [{"type": "text", "text": said}]},
         {
             "role": "user",
-            "content": [{"type": "text", "text": "<tool_response>\n"}, {"type": "image"}, {"type": "text", "text": seen_turn}],
+            "content": [
+                {"type": "text", "text": "<tool_response>\n"},
+                {"type": "image"},
+                {"type": "text", "text": seen_turn},
+            ],
         },
     ]
     text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
@@ -164,7 +172,9 @@ def test_the_template_makes_the_turns_that_were_learned(tokenizer) -> None:
     assert IMAGE in learned
 
 
-TINY_RECIPE = Recipe("small", "tiny", vision_steps=60, steps=120, scenes=8, vision_scenes=8, names=("background", "count"))
+TINY_RECIPE = Recipe(
+    "small", "tiny", vision_steps=60, steps=120, scenes=8, vision_scenes=8, names=("background", "count")
+)
 
 
 @pytest.fixture(scope="module")

@@ -168,9 +168,7 @@ def scene_token(center: tuple[float, float]) -> int:
     return y * _SIDE + x
 
 
-def _glyphs(
-    picture: int, tag: Tag, corner: tuple[int, int], pixels: float
-) -> list[tuple[int, int, int]]:
+def _glyphs(picture: int, tag: Tag, corner: tuple[int, int], pixels: float) -> list[tuple[int, int, int]]:
     """(picture, visual token, glyph) of a tag's glyphs in a view whose pixel is so many of the scene, from a corner in
     seen pixels; those outside are left out."""
     found = []

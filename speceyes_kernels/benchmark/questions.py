@@ -58,9 +58,7 @@ def questions(scene: Scene, rng: random.Random) -> list[Question]:
     lone = [shape for shape in scene.shapes if kinds.count(shape.shape) == 1]
     if lone:
         shape = rng.choice(lone)
-        asked.append(
-            Question("color", f"What color is the large {shape.shape}?", shape.color, "text", "attributes")
-        )
+        asked.append(Question("color", f"What color is the large {shape.shape}?", shape.color, "text", "attributes"))
     colors = [shape.color for shape in scene.shapes]
     lone = [shape for shape in scene.shapes if colors.count(shape.color) == 1]
     if lone:

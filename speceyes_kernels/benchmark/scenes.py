@@ -90,9 +90,7 @@ class Tag:
     @property
     def box(self) -> tuple[int, int, int, int]:
         """The window to look at, in seen pixels."""
-        left, top = (
-            min(max(round((c / SCALE - WINDOW / 2) / GRID) * GRID, 0), SEEN - WINDOW) for c in self.center
-        )
+        left, top = (min(max(round((c / SCALE - WINDOW / 2) / GRID) * GRID, 0), SEEN - WINDOW) for c in self.center)
         return left, top, left + WINDOW, top + WINDOW
 
     def within(self, box: tuple[float, float, float, float]) -> bool:
@@ -100,9 +98,7 @@ class Tag:
         places = self.glyph_boxes()
         left, top = places[0][:2]
         right, bottom = places[-1][2:]
-        return (
-            box[0] * SCALE <= left and box[1] * SCALE <= top and box[2] * SCALE >= right and box[3] * SCALE >= bottom
-        )
+        return box[0] * SCALE <= left and box[1] * SCALE <= top and box[2] * SCALE >= right and box[3] * SCALE >= bottom
 
     def glyph_boxes(self) -> list[tuple[int, int, int, int]]:
         """Where its glyphs are, in pixels of the scene, from left to right."""
@@ -160,7 +156,9 @@ def scene(seed: int, part: Part = "train") -> Scene:
             break
     shapes = tuple(_shape(rng, cell, kind) for cell, kind in zip(cells, kinds[:count], strict=False))
     colors = _distinct_colors(rng)
-    tags = tuple(_tag(rng, cell, kind, color) for cell, kind, color in zip(cells[count:], kinds[count:], colors, strict=True))
+    tags = tuple(
+        _tag(rng, cell, kind, color) for cell, kind, color in zip(cells[count:], kinds[count:], colors, strict=True)
+    )
     shades = tuple(
         (_shade(rng, r), _shade(rng, g), _shade(rng, b)) for r, g, b in (COLORS[shape.color] for shape in shapes)
     )

@@ -17,7 +17,16 @@ SPECIAL = (
     "<|image_pad|>", "<|video_pad|>",
 )  # fmt: skip
 # Tokens of their own that stay in the text, as in Qwen3's tokenizer: dialects look for them.
-TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>", "<answer>", "</answer>")
+TAGS = (
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+    "<think>",
+    "</think>",
+    "<answer>",
+    "</answer>",
+)
 # Qwen's pattern, but numbers stay whole: a coordinate is one token.
 _PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _TEMPLATE = (

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from .network import SIZES, Forward, build
 from .packing import Labels, Packed, Packer
 from .questions import questions
-from .scenes import COLORS, GLYPHS, SCENE_TOKEN, SEEN, WINDOW, GRID, Part, Scene, Tag, scene
+from .scenes import COLORS, GLYPHS, GRID, SEEN, WINDOW, Part, Scene, Tag, scene
 from .tokenizer import save_tokenizer, train_tokenizer
 from .wording import ENTITIES, Branch, direct, direct_in_loop, inventory, judge, loop, rate
 
