@@ -65,7 +65,7 @@ class DraftCache:
     ----------
     max_tokens : int
         Bound on the tokens held, those of live requests included. Over it the oldest query's ended responses go first,
-        then the oldest context of the longest live request.
+        then the oldest context of the longest live request. At most 2**30.
     max_depth : int
         Longest context that is matched, 1..64.
     strict_isolation : bool
@@ -128,10 +128,10 @@ class DraftCache:
         infer_scopes: bool = True,
         lookup_backend: str = "auto",
     ) -> None:
-        max_tokens = _checks.as_int(max_tokens, "max_tokens", "an int >= 1")
+        max_tokens = _checks.as_int(max_tokens, "max_tokens", "an int in 1..2**30")
         max_depth = _checks.as_int(max_depth, "max_depth", f"an int in 1..{MAX_DEPTH}")
-        if max_tokens < 1:
-            raise ValueError(f"max_tokens: expected an int >= 1, got {max_tokens}")
+        if not 1 <= max_tokens <= 1 << 30:
+            raise ValueError(f"max_tokens: expected an int in 1..2**30, got {max_tokens}")
         if not 1 <= max_depth <= MAX_DEPTH:
             raise ValueError(f"max_depth: expected an int in 1..{MAX_DEPTH}, got {max_depth}")
         if estimator not in ("mixer", "counts"):

@@ -44,7 +44,7 @@ def branches_of(seed: int) -> tuple[object, np.ndarray, list[Branch]]:
     return (
         what,
         image,
-        [loop(about[0]), direct(asked[0]), judge(about[-1]), loop(about[-1]), inventory(what), rate(about[0], rng)],
+        [loop(about[0], what), direct(asked[0]), judge(about[-1]), loop(about[-1], what), inventory(what), rate(about[0], rng)],
     )
 
 
@@ -151,7 +151,7 @@ def test_answers_and_coordinates_are_one_token(tokenizer) -> None:
 def test_the_template_makes_the_turns_that_were_learned(tokenizer) -> None:
     what, _, rng = drawn(2)
     question = next(q for q in questions(what, rng) if q.target is not None)
-    branch = loop(question)
+    branch = loop(question, what)
     said, seen_turn = branch.pieces[1].text, "\n</tool_response>"
     first = branch.pieces[0].text.split("<|im_end|>")[0]
     turns = [

@@ -23,13 +23,15 @@ class Labels:
     """What visual tokens show, for the auxiliary losses.
 
     ``scene``: int64 [scenes, 16, 2], colour and entity of each visual token of a scene's picture; ``pictures``: which
-    pictures of the batch those are. ``glyphs``: rows of (picture, visual token, glyph). ``places``: rows of (picture,
+    pictures of the batch those are. ``glyphs``: rows of (picture, visual token, glyph), ``small``: which of them
+    are glyphs of medium tags in a scene's small picture. ``places``: rows of (picture,
     visual token, column of the box, row of the box).
     """
 
     scene: Tensor
     pictures: Tensor
     glyphs: Tensor
+    small: Tensor
     places: Tensor
 
 
@@ -125,10 +127,12 @@ class Packer:
                 row.positions.append(self.positions(ids, self._after)[0])
                 row.shown += [shown] * (ids.count(self.pad) // VISUAL_TOKENS)
             rows += open_rows
+        scene_pictures = set(first)
         labels = Labels(
             torch.tensor([cells(what) for what, _, _ in scenes]),
             torch.tensor(first),
             torch.tensor(glyphs, dtype=torch.long).view(-1, 3),
+            torch.tensor([picture in scene_pictures for picture, _, _ in glyphs], dtype=torch.bool),
             torch.tensor(places, dtype=torch.long).view(-1, 4),
         )
         return self._padded(rows, torch.from_numpy(np.stack(views)), labels)

@@ -160,4 +160,4 @@ def _tagged(tag: Tag, glyph: str, name: str, scene: Scene, rng: random.Random) -
 
 def words() -> list[str]:
     """Every word that answers a question."""
-    return [*COLORS, *BACKGROUNDS, *SHAPES, *LETTERS, *DIGITS, "yes", "no", "A", "B"]
+    return [*COLORS, *BACKGROUNDS, *SHAPES, *LETTERS, *DIGITS, "yes", "no", "left", "right", "above", "below"]

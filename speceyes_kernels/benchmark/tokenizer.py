@@ -46,7 +46,7 @@ def _corpus(scenes: int) -> Iterator[str]:
         what = scene(seed)
         branches = [inventory(what)]
         for question in questions(what, rng):
-            branches += [direct(question), judge(question), loop(question), rate(question, rng)]
+            branches += [direct(question), judge(question), loop(question, what), rate(question, rng)]
         for branch in branches:
             text = "".join(piece.text for piece in branch.pieces)
             for tag in (*SPECIAL, *TAGS):

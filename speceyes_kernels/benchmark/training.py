@@ -25,6 +25,7 @@ from .wording import ENTITIES, Branch, direct, direct_in_loop, inventory, judge,
 
 Role = Literal["small", "large"]
 CHECKPOINT, LOG = "checkpoint.pt", "training.json"
+_HARD = ("count", "side", "exists")
 _PLACES = (SEEN - WINDOW) // GRID + 1  # columns, and rows, of boxes
 
 
@@ -42,6 +43,8 @@ class Recipe:
         Of the first and of the second stage.
     scenes, vision_scenes : int
         A step, in the second and in the first stage.
+    rate : float
+        Highest learning rate of each stage. ``eyes_rate``: times it, the vision tower's in the second stage.
     """
 
     role: Role
@@ -51,14 +54,15 @@ class Recipe:
     scenes: int = 16
     vision_scenes: int = 24
     rate: float = 2e-3
+    eyes_rate: float = 0.4
     auxiliary: float = 0.3
     seed: int = 0
     names: tuple[str, ...] = ()
 
 
 RECIPES = {
-    "small": Recipe("small", "small", 1500, 5000),
-    "large": Recipe("large", "large", 2500, 5000, scenes=8),
+    "small": Recipe("small", "small", 2000, 5000, scenes=12),
+    "large": Recipe("large", "large", 2000, 5000, scenes=8),
 }
 
 
@@ -105,6 +109,8 @@ def taught(recipe: Recipe, what: Scene, rng: random.Random) -> list[Branch]:
         asked = [q for q in asked if q.name in recipe.names]
     branches: list[Branch] = []
     if recipe.role == "small":
+        # A second draw of what is hardest to learn and costs few tokens.
+        asked += [q for q in questions(what, rng) if q.name in _HARD and q not in asked]
         for question in asked:
             if not question.zoom or rng.random() < 0.3:
                 branches.append(direct(question))
@@ -112,16 +118,16 @@ def taught(recipe: Recipe, what: Scene, rng: random.Random) -> list[Branch]:
                 branches.append(direct_in_loop(question))
     else:
         for question in asked:
-            if rng.random() < (0.15 if question.zoom else 0.3):
+            if rng.random() < (0.15 if question.zoom else 0.25):
                 branches.append(direct(question))
             # Two questions about a tag share the call: each of them half of the time.
             if question.target is not None and (question.name == "pair" or rng.random() < 0.5):
-                branches.append(loop(question, moved(question.target, rng)))
+                branches.append(loop(question, what, moved(question.target, rng)))
             elif question.target is None and rng.random() < 0.3:
-                branches.append(loop(question))
+                branches.append(loop(question, what))
         branches += [judge(question) for question in rng.sample(asked, min(2, len(asked)))]
         branches.append(rate(rng.choice(asked), rng))
-    if rng.random() < 0.5:
+    if rng.random() < 0.3:
         branches.append(inventory(what))
     return branches
 
@@ -131,7 +137,7 @@ def examined(role: Role, what: Scene, rng: random.Random) -> list[Branch]:
     asked = questions(what, rng)
     branches = [direct(question) for question in asked]
     if role == "large":
-        branches += [judge(question) for question in asked] + [loop(question) for question in asked]
+        branches += [judge(question) for question in asked] + [loop(question, what) for question in asked]
     return branches
 
 
@@ -163,9 +169,13 @@ class Trainer:
         self.log: list[dict[str, Any]] = []
 
     def _optimizer(self) -> torch.optim.Optimizer:
-        decayed = [p for p in self.model.parameters() if p.ndim > 1]
-        free = [p for p in self.model.parameters() if p.ndim <= 1] + list(self.heads.parameters())
-        groups = [{"params": decayed, "weight_decay": 0.05}, {"params": free, "weight_decay": 0.0}]
+        seeing = {id(p) for p in self.forward.vision.parameters()}
+        groups = []
+        for eyes in (True, False):
+            mine = [p for p in self.model.parameters() if (id(p) in seeing) == eyes]
+            free = [p for p in mine if p.ndim <= 1] + ([] if eyes else list(self.heads.parameters()))
+            groups.append({"params": [p for p in mine if p.ndim > 1], "weight_decay": 0.05, "eyes": eyes})
+            groups.append({"params": free, "weight_decay": 0.0, "eyes": eyes})
         return torch.optim.AdamW(groups, lr=self.recipe.rate, betas=(0.9, 0.98), fused=True)
 
     def run(
@@ -206,7 +216,7 @@ class Trainer:
         at, length = (step, recipe.vision_steps) if early else (step - recipe.vision_steps, recipe.steps)
         rate = recipe.rate * min(1, (at + 1) / 100) * (0.03 + 0.97 * 0.5 * (1 + math.cos(math.pi * at / length)))
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * (1 if early or not group["eyes"] else recipe.eyes_rate)
         first = (recipe.seed << 40) + step * 64
         if early:
             loss, parts = self._vision_loss(range(first, first + recipe.vision_scenes))
@@ -263,9 +273,11 @@ class Trainer:
             "entity": named(scenes, self.words.entities, wanted[:, 1]),
             "place": (F.cross_entropy(places[:, :_PLACES], column) + F.cross_entropy(places[:, _PLACES:], row)) / 2,
         }
-        if len(labels.glyphs):
-            picture, token, glyph = labels.glyphs.unbind(1)
-            out["glyph"] = 2 * named(visual[picture, token], self.words.glyphs, glyph)
+        # Apart: those in a small picture are few and hard.
+        for name, chosen in (("glyph", ~labels.small), ("small_glyph", labels.small)):
+            if chosen.any():
+                picture, token, glyph = labels.glyphs[chosen].unbind(1)
+                out[name] = named(visual[picture, token], self.words.glyphs, glyph)
         return out
 
     @torch.no_grad()
@@ -346,3 +358,34 @@ def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
     video = {**common, "video_processor_type": "Qwen3VLVideoProcessor"}
     (folder / "preprocessor_config.json").write_text(json.dumps(image, indent=1) + "\n")
     (folder / "video_preprocessor_config.json").write_text(json.dumps(video, indent=1) + "\n")
+
+
+def train_pair(output: Path, roles: tuple[Role, ...], *, compiled: bool, every: int) -> None:
+    """Trains models side by side, each in a process of one thread, into ``output/ROLE``.
+
+    Raises
+    ------
+    RuntimeError
+        A training failed; what it said is on standard error.
+    """
+    import multiprocessing
+
+    context = multiprocessing.get_context("spawn")
+    processes = {
+        role: context.Process(target=_train, args=(role, output / role, compiled, every), name=role) for role in roles
+    }
+    for process in processes.values():
+        process.start()
+    for process in processes.values():
+        process.join()
+    failed = [role for role, process in processes.items() if process.exitcode]
+    if failed:
+        raise RuntimeError(f"training of {', '.join(failed)} ended with an error")
+
+
+def _train(role: Role, folder: Path, compiled: bool, every: int) -> None:
+    torch.set_num_threads(1)
+    trainer = Trainer(RECIPES[role], folder, compiled=compiled)
+    trainer.run(every=every, say=lambda text: print(f"{role}: {text}", flush=True))
+    trainer.save()
+    print(f"{role}: saved {folder}", flush=True)

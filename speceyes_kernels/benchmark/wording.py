@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .questions import Question, words
-from .scenes import CELL, SHAPES, Scene, Tag
+from .scenes import CELL, SHAPES, Scene, Shape, Tag
 
 # Given to the funnel as its wording (`settings`), so that the models hear what they were trained on.
 JUDGE = "{question}\nZoom needed?"
@@ -60,13 +60,18 @@ def asked(question: Question, ending: str) -> Piece:
     return Piece(f"{question_text(question)}\n{ending}{TURN}")
 
 
+def said(question: Question) -> str:
+    """The right answer as it is said: of options the option itself, not its letter."""
+    return question.options["AB".index(question.answer)] if question.options else question.answer
+
+
 def direct(question: Question) -> Branch:
-    return Branch(question.name, (asked(question, DIRECT), Piece(statement(question.answer) + END, 2)))
+    return Branch(question.name, (asked(question, DIRECT), Piece(statement(said(question)) + END, 2)))
 
 
 def direct_in_loop(question: Question) -> Branch:
     """What a model without tools says where the loop asks: SpecReason has it propose steps."""
-    return Branch("proposal", (asked(question, LOOP), Piece(statement(question.answer) + END, 1)))
+    return Branch("proposal", (asked(question, LOOP), Piece(statement(said(question)) + END, 1)))
 
 
 def judge(question: Question) -> Branch:
@@ -80,8 +85,8 @@ def call(box: tuple[int, int, int, int]) -> str:
     return f"<tool_call>{body}</tool_call>"
 
 
-def place(tag: Tag) -> str:
-    x, y = tag.center
+def place(thing: Tag | Shape) -> str:
+    x, y = thing.center
     return f"{_ROWS[min(2, int(y // CELL))]} {_COLUMNS[min(2, int(x // CELL))]}"
 
 
@@ -93,24 +98,42 @@ def after_call(tag: Tag, answer: str) -> str:
     return f"<think>It shows {' and '.join(tag.glyphs)}.</think><answer>{answer}</answer>"
 
 
-def without_call(answer: str) -> str:
-    return f"<think>It is large.</think><answer>{answer}</answer>"
+def without_call(question: Question, scene: Scene) -> str:
+    """A question that the small picture answers: what is looked at, then the answer."""
+    words = question.text.rstrip("?").split()
+    if question.name == "background":
+        thought = f"The background is {scene.background}."
+    elif question.name in ("count", "exists"):
+        things = sorted(scene.shapes, key=lambda shape: _cell(shape.center))
+        thought = f"Large are {', '.join(f'{shape.color} {shape.shape}' for shape in things)}."
+    else:
+        named = [s for s in scene.shapes if _is_meant(s, question, words)]
+        thought = " ".join(f"The {s.color} {s.shape} is at the {place(s)}." for s in named)
+    return f"<think>{thought}</think><answer>{said(question)}</answer>"
+
+
+def _is_meant(shape: Shape, question: Question, words: list[str]) -> bool:
+    if question.name == "color":
+        return shape.shape == words[-1]
+    if question.name == "shape":
+        return shape.color == words[-2]
+    return (shape.color, shape.shape) in ((words[3], words[4]), (words[-2], words[-1]))
 
 
 TOOL_TURN = f"{END}\n{USER}<tool_response>\n{IMAGE}\n</tool_response>{TURN}"
 
 
-def loop(question: Question, box: tuple[int, int, int, int] | None = None) -> Branch:
+def loop(question: Question, scene: Scene, box: tuple[int, int, int, int] | None = None) -> Branch:
     """The agent's way. ``box``: another window than the right one, so that crops off the centre are read, too."""
     tag = question.target
     if tag is None:
-        return Branch("plain", (asked(question, LOOP), Piece(without_call(question.answer) + END, 2)))
+        return Branch("plain", (asked(question, LOOP), Piece(without_call(question, scene) + END, 2)))
     first = before_call(tag) + call(tag.box)
     pieces = (
         asked(question, LOOP),
         Piece(first, 2),
         Piece(TOOL_TURN),
-        Piece(after_call(tag, question.answer) + END, 4),
+        Piece(after_call(tag, said(question)) + END, 4),
     )
     return Branch(f"loop_{question.name}", pieces, box or tag.box, tag)
 
@@ -118,22 +141,22 @@ def loop(question: Question, box: tuple[int, int, int, int] | None = None) -> Br
 def rate(question: Question, rng: random.Random) -> Branch:
     """How the large model marks a proposed step: a direct answer to a detail is a guess, whatever it says."""
     right = rng.random() < 0.5
-    answer = question.answer if right else wrong_answer(question, rng)
+    answer = said(question) if right else wrong_answer(question, rng)
     asking = Piece(f"{END}\n{USER}{RATE}{TURN}")
     opened = asked(question, LOOP)
     if question.target is not None and rng.random() < 0.5:
         tag = question.target
-        said = Piece(before_call(tag) + call(tag.box) + TOOL_TURN + statement(answer))
+        steps = Piece(before_call(tag) + call(tag.box) + TOOL_TURN + statement(answer))
         mark = GOOD if right else BAD
-        return Branch("rate", (opened, said, asking, Piece(mark + END, 1)), tag.box, tag)
+        return Branch("rate", (opened, steps, asking, Piece(mark + END, 1)), tag.box, tag)
     mark = GOOD if right and not question.zoom else BAD
     return Branch("rate", (opened, Piece(statement(answer)), asking, Piece(mark + END, 1)))
 
 
 def wrong_answer(question: Question, rng: random.Random) -> str:
     """Another answer of the same sort."""
-    if question.kind == "option":
-        return "B" if question.answer == "A" else "A"
+    if question.options:
+        return question.options["BA".index(question.answer)]
     if question.kind == "yes/no":
         return "no" if question.answer == "yes" else "yes"
     vocabulary = words()

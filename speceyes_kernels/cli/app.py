@@ -60,6 +60,11 @@ _subcommand(
     "Report accuracy, speedup, ablations and plots of every mode on a data set.",
     "the extras orchestrator and eval: pip install 'speceyes_kernels[cli,orchestrator,eval]'",
 )
+_subcommand(
+    "benchmark",
+    "Train, and measure on, the project's own pair of small vision-language models.",
+    "vLLM, transformers and the extras orchestrator and eval; in a checkout `make install` brings all of it",
+)
 _subcommand("simulate", "Say what speculation would gain: from a run folder, for any fleet.", _ORCHESTRATOR)
 _subcommand("run", "Answer questions by judge, draft, gate and tool loop over two models.", _ORCHESTRATOR)
 _subcommand(

@@ -5,6 +5,7 @@ from .curves import calibration_error, isotonic, reliability, risk_coverage, roc
 from .guarantee import Bound, Guarantee, expected_wrong_accepted, guarantee, upper_bound
 from .kinds import KINDS, kind_of
 from .objectives import Selection, select
+from .resampling import Resampled, resample
 from .table import Row, Table, TableError, in_calibration_split
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "Bound",
     "Guarantee",
     "KindThreshold",
+    "Resampled",
     "Row",
     "Selection",
     "Table",
@@ -26,6 +28,7 @@ __all__ = [
     "kind_of",
     "load_artifact",
     "reliability",
+    "resample",
     "risk_coverage",
     "roc",
     "save_artifact",
