@@ -166,8 +166,12 @@ def test_picture_is_drawn(tmp_path, score_of):
 @_needs("rich", "typer")
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["--tau", "1.5"], "--tau"), (["--k", "1"], "--k"), (["--limit", "0"], "--limit"), (["--tau", "nan"], "--tau")],
-)
+    [
+        (["--text", "--tau", "1.5"], "--tau"), (["--text", "--k", "1"], "--k"), (["--text", "--limit", "0"], "--limit"),
+        (["--text", "--tau", "nan"], "--tau"), (["--questions", "0"], "--questions"),
+        (["--tau", "0.9"], "expected with --text"), (["--models", "nowhere"], "expected a trained model there"),
+    ],
+)  # fmt: skip
 def test_bad_arguments_are_named_before_anything_runs(tmp_path, arguments, message):
     import typer
     from typer.testing import CliRunner

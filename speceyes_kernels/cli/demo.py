@@ -41,6 +41,9 @@ def demo(
         except (EngineError, ModelError, ValueError) as error:
             sys.exit(f"speceyes demo: {error}{where if isinstance(error, EngineError) else ''}")
         return
+    given = [name for name, is_given in (("--tau", tau is not None), ("--k", k != 64), ("--limit", limit is not None)) if is_given]
+    if given:
+        sys.exit(f"speceyes demo: {', '.join(given)}: expected with --text or --model only; the pictures' thresholds are calibrated")
     from ..benchmark.pair import ModelsMissing
     from ..demo import funnel
     from ..orchestrator.errors import OrchestratorError

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..benchmark.pair import MODELS, configure
+from ..benchmark.pair import MODELS, configure, pair_settings
 from .run import LOG, quiet
 
 ARTIFACT = MODELS / "calibration.json"  # thresholds of `speceyes benchmark run` on its calibration part
@@ -39,6 +39,7 @@ def run(options: Options) -> list[Path]:
     ------
     ModelsMissing, OrchestratorError
     """
+    pair_settings(options.models)  # before anything is written: are there models?
     configure()
     from ..benchmark.run import Plan, measure
     from ..benchmark.show import show, write_all
