@@ -105,7 +105,7 @@ def measured(tmp_path: Path, models: Path, **options: Any) -> tuple[Any, Oracle,
 
 
 def test_what_is_reported_is_what_was_scripted(tmp_path: Path, models: Path) -> None:
-    found, oracle, plan = measured(tmp_path, models)
+    found, oracle, _plan = measured(tmp_path, models)
     rows = [record(item, "") for split in SPLITS for item in items("test", split, QUESTIONS)]
     about = [row for row in rows if "box" in row["meta"]]
     good = sum(share("box" + row["id"]) >= oracle.wrong_box for row in about)
@@ -143,7 +143,7 @@ def test_the_page_shows_pictures_crops_and_decisions(tmp_path: Path, models: Pat
 
 
 def test_an_interrupted_measurement_goes_on(tmp_path: Path, models: Path) -> None:
-    found, oracle, plan = measured(tmp_path, models)
+    found, _oracle, plan = measured(tmp_path, models)
     again = Oracle(plan.output)
     said: list[str] = []
     second = asyncio.run(measure(plan, say=said.append, quiet=True, engines=again.engine))
@@ -213,8 +213,8 @@ def test_a_procedure_that_accepts_too_much_is_seen(monkeypatch: pytest.MonkeyPat
 
 
 def test_answers_and_thoughts_are_what_the_dialect_reads() -> None:
-    from speceyes_kernels.orchestrator.agents.dialect import Call, Final, parse_tagged
     from speceyes_kernels.benchmark.scenes import scene
+    from speceyes_kernels.orchestrator.agents.dialect import Call, Final, parse_tagged
 
     tag = scene(random.Random(0).randrange(100)).tags[0]
     read = parse_tagged(before_call(tag) + call(tag.box))

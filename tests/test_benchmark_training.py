@@ -44,7 +44,14 @@ def branches_of(seed: int) -> tuple[object, np.ndarray, list[Branch]]:
     return (
         what,
         image,
-        [loop(about[0], what), direct(asked[0]), judge(about[-1]), loop(about[-1], what), inventory(what), rate(about[0], rng)],
+        [
+            loop(about[0], what),
+            direct(asked[0]),
+            judge(about[-1]),
+            loop(about[-1], what),
+            inventory(what),
+            rate(about[0], rng),
+        ],
     )
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..orchestrator.agents.dialect import Call, parse_tagged
 from ..orchestrator.evaluation.results import Run
-from ..orchestrator.runlog import LOG, decode_line
+from ..orchestrator.runlog import read_finished
 from ..orchestrator.stats import Share
 from ..orchestrator.types import Answer, Query
 from .questions import DETAIL, GLOBAL
@@ -38,19 +38,16 @@ class Quality:
     right: Mapping[str, Mapping[str, Share]]
 
 
-def answers(folder: Path) -> Iterator[tuple[str, Answer]]:
+def answers(folder: Path) -> dict[str, Answer]:
     """Of a run folder, by query."""
-    for line in (folder / LOG).read_bytes().splitlines(keepends=True):
-        entry = decode_line(line)
-        if "answer" in entry:
-            yield entry["id"], Answer.from_json(entry["answer"])
+    return {name: entry.answer for name, entry in read_finished(folder).queries.items() if entry.answer is not None}
 
 
 def quality(runs: Mapping[str, Run], folders: Mapping[str, Path], queries: Sequence[Query]) -> Quality:
     """From the graded runs of `speceyes eval`; "base" must be among them."""
     by_id = {query.id: query for query in queries}
     inside = calls = asked = 0
-    for name, answer in answers(folders["base"]):
+    for name, answer in answers(folders["base"]).items():
         query = by_id.get(name)
         if query is None or "glyphs" not in query.meta:
             continue

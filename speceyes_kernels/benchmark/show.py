@@ -156,7 +156,7 @@ def cards(measured: Measured, count: int) -> list[dict[str, Any]]:
     """Questions as the funnel answered them; routes and splits take turns, so that each is seen."""
     if "funnel" not in measured.folders:
         return []
-    given = dict(answers(measured.folders["funnel"]))
+    given = answers(measured.folders["funnel"])
     groups: dict[tuple[str, str | None], list[tuple[Query, Answer]]] = {}
     for query in measured.queries:
         answer = given.get(query.id)

@@ -58,15 +58,81 @@ def decode_line(line: bytes) -> dict[str, Any]:
     return json.loads(body + b"}")
 
 
+def _log_of(path: str | Path) -> Path:
+    path = Path(path)
+    return path if path.is_file() else path / LOG
+
+
 def read_log(path: str | Path) -> Iterator[dict[str, Any]]:
     """The readable records of a run folder or log file, header first; for reports, without a lock."""
-    path = Path(path)
-    with open(path / LOG if path.is_dir() else path, "rb") as file:
+    with open(_log_of(path), "rb") as file:
         for line in file:
             try:
                 yield decode_line(line)
             except ValueError:
                 return
+
+
+@dataclass
+class Logged:
+    """What a log says of one query: the content that it had, its answer, its audit."""
+
+    content: str | None
+    answer: Answer | None = None
+    audit: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A log as reports need it. ``cut``: number of its last line where that is incomplete, as an interrupted run
+    leaves it; else 0."""
+
+    header: Mapping[str, Any]
+    queries: Mapping[str, Logged]
+    cut: int
+
+
+class LogDamaged(RunLogError, ValueError):
+    """A log that reports cannot be made of; the message names file and line."""
+
+
+def read_finished(folder: str | Path) -> Finished:
+    """All answers and audits of a run folder or log file; for reports, without a lock.
+
+    Raises
+    ------
+    LogDamaged
+        No log, no header, or a line that cannot be read and is not the last.
+    """
+    path = _log_of(folder)
+    try:
+        lines = path.read_bytes().splitlines(keepends=True)
+    except OSError as error:
+        raise LogDamaged(f"{path}: cannot be read: {error.strerror}; expected a folder of `speceyes run`") from error
+    header: Mapping[str, Any] | None = None
+    queries: dict[str, Logged] = {}
+    cut = 0
+    for number, line in enumerate(lines, 1):
+        try:
+            record = decode_line(line)
+            if header is None:
+                header = record["run"]
+                continue
+            entry = queries.setdefault(record["id"], Logged(record["content"]))
+            if "answer" in record:
+                entry.answer = Answer.from_json(record["answer"])
+            elif "audit" in record:
+                entry.audit = record["audit"]
+        except (ValueError, KeyError, TypeError) as error:
+            if number == len(lines) > 1:
+                cut = number
+                break
+            raise LogDamaged(
+                f"{path}, line {number}: damaged ({error}); the run's own command moves it aside and goes on from there"
+            ) from error
+    if header is None:
+        raise LogDamaged(f"{path}: empty")
+    return Finished(header, queries, cut)
 
 
 class RunLog:

@@ -12,9 +12,9 @@ from typing import Any
 
 from ..audit import audit_steps
 from ..evaluation.grading import is_right, kind_of_query
-from ..runlog import read_log
+from ..runlog import Finished, LogDamaged, Logged, read_finished
 from ..settings import WordingSettings
-from ..types import Answer, Query, Step
+from ..types import Query, Step
 from .kinds import kind_of
 from .table import Row, ScoreKey, Table, TableError
 
@@ -55,8 +55,9 @@ def from_run(folder: str | Path, queries: Iterable[Query], base: str | Path | No
     TableError
         Not a run, one of other questions, one whose drafts were ended early, or without a scored draft.
     """
-    header, records = _read(folder)
-    slow = _read(base)[1] if base is not None else None
+    log = _read(folder)
+    header, records = log.header, log.queries
+    slow = _read(base).queries if base is not None else None
     rows, scores_of = [], []
     for query in queries:
         record = records.get(query.id)
@@ -81,31 +82,15 @@ def from_run(folder: str | Path, queries: Iterable[Query], base: str | Path | No
     return Scored(Table(rows), models["large"], models["small"] or "", form, gate["span"], source, gate, wording)
 
 
-@dataclass
-class _Record:
-    content: str | None
-    answer: Answer | None = None
-    audit: Mapping[str, Any] | None = None
-
-
-def _read(folder: str | Path) -> tuple[dict[str, Any], dict[str, _Record]]:
+def _read(folder: str | Path) -> Finished:
     try:
-        lines = read_log(folder)
-        header = next(lines)["run"]
-    except (OSError, StopIteration, KeyError) as error:
-        raise TableError(f"{folder}: expected a run folder of `speceyes run` ({type(error).__name__}: {error})") from error
-    records: dict[str, _Record] = {}
-    for line in lines:
-        record = records.setdefault(line["id"], _Record(line["content"]))
-        if "answer" in line:
-            record.answer = Answer.from_json(line["answer"])
-        elif "audit" in line:
-            record.audit = line["audit"]
-    return header, records
+        return read_finished(folder)
+    except LogDamaged as error:
+        raise TableError(f"{folder}: expected a run folder of `speceyes run`: {error}") from error
 
 
 def _row(
-    folder: str | Path, header: Mapping[str, Any], query: Query, record: _Record, other: _Record | None
+    folder: str | Path, header: Mapping[str, Any], query: Query, record: Logged, other: Logged | None
 ) -> tuple[Row, Step | None]:
     assert record.answer is not None
     steps = record.answer.trail.steps
@@ -129,7 +114,7 @@ def _row(
     ), draft  # fmt: skip
 
 
-def _base(query: Query, record: _Record, other: _Record | None) -> tuple[bool | None, float]:
+def _base(query: Query, record: Logged, other: Logged | None) -> tuple[bool | None, float]:
     """Whether the base agent was right, and its seconds; None when nobody knows."""
     assert record.answer is not None
     asked = kind_of_query(query)

@@ -11,7 +11,7 @@ from typing import Any
 from ..calibration.kinds import kind_of
 from ..errors import OrchestratorError
 from ..phases import final_text
-from ..runlog import LOG, decode_line
+from ..runlog import LogDamaged, read_finished
 from ..types import Answer, Kind, Query, Scores, Step, Trail
 from .grading import grade
 
@@ -137,27 +137,14 @@ async def read_run(folder: str | Path, queries: Sequence[Query], *, name: str = 
 
 
 def _answers(folder: Path) -> tuple[Mapping[str, Any], dict[str, tuple[str | None, Answer]]]:
-    path = folder / LOG
     try:
-        lines = path.read_bytes().splitlines(keepends=True)
-    except OSError as error:
-        raise ResultError(f"{path}: cannot be read: {error.strerror}; expected a folder of `speceyes run`") from error
-    header: Mapping[str, Any] | None = None
-    answers: dict[str, tuple[str | None, Answer]] = {}
-    for number, line in enumerate(lines, 1):
-        try:
-            record = decode_line(line)
-            if header is None:
-                header = record["run"]
-            elif "answer" in record:
-                answers[record["id"]] = (record["content"], Answer.from_json(record["answer"]))
-        except (ValueError, KeyError, TypeError) as error:
-            raise ResultError(
-                f"{path}, line {number}: damaged ({error}); the run's own command moves it aside and goes on from there"
-            ) from error
-    if header is None:
-        raise ResultError(f"{path}: empty")
-    return header, answers
+        log = read_finished(folder)
+    except LogDamaged as error:
+        raise ResultError(str(error)) from error
+    if log.cut:
+        raise ResultError(f"{folder}, line {log.cut}: damaged: it was cut; the run's own command goes on from there")
+    answers = {name: (q.content, q.answer) for name, q in log.queries.items() if q.answer is not None}
+    return log.header, answers
 
 
 def _wall(folder: Path) -> float | None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..audit import audit_steps
 from ..errors import OrchestratorError
-from ..runlog import LOG, decode_line
+from ..runlog import LogDamaged, read_finished
 from ..steplaw import Served, StepLaw, fit_step_law
 from ..types import Answer, Step
 from .formula import Averages
@@ -125,31 +125,17 @@ def fit(folder: str | Path, *, base: str | Path | None = None) -> Fitted:
 
 
 def _read(folder: Path) -> tuple[Any, dict[str, Answer], dict[str, Any]]:
-    path = folder / LOG
     try:
-        lines = path.read_bytes().splitlines(keepends=True)
-    except OSError as error:
-        raise FitError(f"{path}: cannot be read: {error.strerror}; expected a folder of `speceyes run`") from error
-    header: Any = None
-    answers: dict[str, Answer] = {}
-    audits: dict[str, Any] = {}
-    for number, line in enumerate(lines, 1):
-        try:
-            record = decode_line(line)
-            if header is None:
-                header = record["run"]
-            elif "answer" in record:
-                answers[record["id"]] = Answer.from_json(record["answer"])
-            elif "audit" in record:
-                audit_steps(record["audit"])
-                audits[record["id"]] = record["audit"]
-        except (ValueError, KeyError, TypeError) as error:
-            if number == len(lines) > 1:
-                break  # the line that an interrupted run was writing
-            raise FitError(f"{path}, line {number}: damaged ({error})") from error
-    if header is None or not answers:
-        raise FitError(f"{path}: there is no answer in it; expected a run that has answered queries")
-    return header, answers, audits
+        log = read_finished(folder)
+        answers = {name: q.answer for name, q in log.queries.items() if q.answer is not None}
+        audits = {name: q.audit for name, q in log.queries.items() if q.audit is not None}
+        for audit in audits.values():
+            audit_steps(audit)
+    except (LogDamaged, ValueError, KeyError, TypeError) as error:
+        raise FitError(str(error) if isinstance(error, LogDamaged) else f"{folder}: a damaged audit ({error})") from error
+    if not answers:
+        raise FitError(f"{folder}: there is no answer in it; expected a run that has answered queries")
+    return log.header, answers, audits
 
 
 def _loop(steps: Sequence[Step]) -> tuple[Step, ...]:
