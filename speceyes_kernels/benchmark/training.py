@@ -60,7 +60,7 @@ class Recipe:
     names: tuple[str, ...] = ()
 
 
-RECIPES = {
+RECIPES: dict[Role, Recipe] = {
     "small": Recipe("small", "small", 2000, 5000, scenes=12),
     "large": Recipe("large", "large", 2000, 5000, scenes=8),
 }

@@ -43,8 +43,8 @@ def train(
     """Train the pair from scratch: fixed seeds and steps, so that it is the same pair wherever it is made."""
     from ..benchmark.training import RECIPES, train_pair
 
-    roles = tuple(RECIPES) if role == "both" else (role,)
-    if not set(roles) <= set(RECIPES):
+    roles = tuple(RECIPES) if role == "both" else tuple(name for name in RECIPES if name == role)
+    if not roles:
         sys.exit(f"speceyes benchmark train: --role: expected {', '.join(RECIPES)} or both, got {role!r}")
     try:
         train_pair(output, roles, compiled=compile, every=every)
@@ -80,8 +80,9 @@ def run(
     names = tuple(name for name in ablate.split(",") if name)
     try:
         plan = Plan(
-            output, models, questions, counts, epsilon, delta, tuple(modes.split(",")), names, in_flight=in_flight
-        )
+            output, models, questions, counts, epsilon=epsilon, delta=delta, modes=tuple(modes.split(",")), ablations=names,
+            in_flight=in_flight,
+        )  # fmt: skip
         measured = asyncio.run(measure(plan, say=typer.echo))
         show(measured)
         for path in write_all(measured, output):
