@@ -102,7 +102,7 @@ def test_vllm_says_what_transformers_says(demo: Path) -> None:
     compared = same = 0
     for row in chosen:
         picture = Image.open(demo / "test" / row["images"][0]).convert("RGB")
-        asked = "\n".join([row["question"], *(f"{l}. {o}" for l, o in zip("AB", row.get("options", ()), strict=False))])
+        asked = "\n".join([row["question"], *(f"{letter}. {o}" for letter, o in zip("AB", row.get("options", ()), strict=False))])
         begin = f"{USER}{IMAGE_MARK}"
         for step in funnel[row["id"]]:
             if step["phase"] == "judge":

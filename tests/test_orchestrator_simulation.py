@@ -283,3 +283,41 @@ def test_the_step_law_from_the_simulator_predicts_another_load():
 def test_bad_settings_are_refused_by_name(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_laws_are_found_again_in_what_the_simulation_makes():
+    """Requests that hold each other up by their prefills: with these left out of account the law comes out wrong."""
+    from speceyes_kernels.orchestrator.simulation.events import Simulation
+    from speceyes_kernels.orchestrator.simulation.station import Station, StationSpec
+    from speceyes_kernels.orchestrator.steplaw import Served, StepLaw, fit_crowded_law, fit_step_law
+
+    law = StepLaw(0.004, 0.0005, 0.0004)
+    rng = np.random.default_rng(3)
+    records = []
+    for at_once in (1, 3, 6):
+        simulation = Simulation()
+        station = Station(simulation, StationSpec(law))
+
+        def client(station=station, simulation=simulation, at_once=at_once):
+            for _ in range(400):
+                prompt, tokens = int(rng.integers(20, 120)), int(rng.integers(4, 40))
+                job = yield station.serve(prompt, tokens)
+                records.append(Served(prompt, tokens, job.service_s, float(at_once)))
+
+        for _ in range(at_once):
+            simulation.spawn(client())
+        simulation.run()
+    plain, aware = fit_step_law(records)[0], fit_crowded_law(records)[0]
+
+    def off(found):
+        """Of what a request takes on average at each load, all prefills that it waits for among it."""
+        prompt, tokens = (np.mean([getattr(r, name) for r in records]) for name in ("prompt_tokens", "output_tokens"))
+        out = []
+        for load in (1, 3, 6):
+            seen = np.mean([r.service_s for r in records if r.running == load])
+            out.append(abs((tokens * found.step(load) + load * found.per_prompt_token * prompt) / seen - 1))
+        return max(out)
+
+    assert off(law) < 0.05  # what it should be
+    assert off(aware) < 0.05 and abs(aware.per_prompt_token / law.per_prompt_token - 1) < 0.25
+    assert off(plain) > 0.2

@@ -52,11 +52,12 @@ async def tool_draft(agent: Agent, query: Query, small: Engine, settings: Funnel
     )  # fmt: skip
     steps: tuple[Step, ...] = result.steps
     last = steps[-1] if steps else Step("draft")
+    known = [s.engine_s for s in steps if s.engine_s is not None]
     return Step(
         "draft", "tools" if len(steps) > 1 else "stop", result.text, last.scores,
         sum(s.prompt_tokens for s in steps), sum(s.output_tokens for s in steps),
         queued_s=sum(s.queued_s for s in steps), service_s=sum(s.service_s for s in steps),
         share_s=sum(s.share_s for s in steps), running=last.running, tool_s=sum(s.tool_s for s in steps),
         model=small.model, replica=last.replica, attempts=max((s.attempts for s in steps), default=1),
-        tool=last.tool, error=result.error,
+        tool=last.tool, error=result.error, engine_s=sum(known) if len(known) == len(steps) else None,
     )  # fmt: skip

@@ -264,5 +264,5 @@ def step_of(phase: str, decision: str, reply: Reply, engine: Engine, start_s: fl
     return Step(
         phase, decision, reply.text, reply.scores, reply.prompt_tokens, reply.output_tokens, start_s, reply.queued_s,
         reply.service_s, reply.share_s, reply.running, model=engine.model, replica=reply.replica,
-        attempts=reply.attempts,
+        attempts=reply.attempts, engine_s=reply.engine_s,
     )  # fmt: skip

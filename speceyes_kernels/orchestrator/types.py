@@ -280,6 +280,8 @@ class Reply(Json):
         Engine seconds: the integral of 1 / requests running, over the service time.
     running : float
         Mean number of our requests running meanwhile, this one among them.
+    engine_s : float, optional
+        Seconds in which the engine itself worked meanwhile, where that is known: engines that share a thread take turns.
     attempts : int
         Calls made in all, retries among them.
     """
@@ -296,6 +298,7 @@ class Reply(Json):
     running: float = 1.0
     replica: str = ""
     attempts: int = 1
+    engine_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -338,6 +341,7 @@ class Step(Json):
     tool: str | None = None
     error: str | None = None
     picture: str | None = None
+    engine_s: float | None = None
 
 
 @dataclass(frozen=True)

@@ -215,6 +215,7 @@ class _Run:
                     model=self.engine.model,
                     replica=reply.replica,
                     attempts=reply.attempts,
+                    engine_s=reply.engine_s,
                     tool=tool,
                     error=error,
                 ),

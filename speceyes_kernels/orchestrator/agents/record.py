@@ -50,7 +50,7 @@ class Resumed:
         step = self._left.pop()
         return Reply(
             step.text, "stop", step.prompt_tokens, step.output_tokens, None, step.scores, step.queued_s, step.service_s,
-            step.share_s, step.running, step.replica, step.attempts,
+            step.share_s, step.running, step.replica, step.attempts, step.engine_s,
         )  # fmt: skip
 
     async def health(self) -> Health:

@@ -85,6 +85,7 @@ def _sum(reply: Reply, marking: Reply) -> Reply:
         queued_s=reply.queued_s + marking.queued_s,
         service_s=reply.service_s + marking.service_s,
         share_s=reply.share_s + marking.share_s,
+        engine_s=None,  # of two calls, perhaps of two engines
     )
 
 

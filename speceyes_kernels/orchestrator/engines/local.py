@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -67,7 +68,9 @@ class LocalEngine:
             params = sampling_params(request, gate=known.gate, listed=k)
             try:
                 with anyio.fail_after(request.timeout):
-                    output, result = await self._core.generate(prompt, params, request.score is not None and known.gate)
+                    output, result, engine_s = await self._core.generate(
+                        prompt, params, request.score is not None and known.gate
+                    )
             except TimeoutError as error:
                 raise EngineTimeout(f"{self.name}: no answer within {request.timeout} s") from error
             done = output.outputs[0]
@@ -85,6 +88,7 @@ class LocalEngine:
             return Reply(
                 text, done.finish_reason or "stop", len(output.prompt_token_ids or ()), len(done.token_ids),
                 done.stop_reason, scores, use.queued_s, use.service_s, use.share_s, use.running, replica=self.name,
+                engine_s=engine_s,
             )  # fmt: skip
 
     async def _ask_capabilities(self) -> Capabilities:
@@ -136,6 +140,7 @@ class _Waiting:
     loop: asyncio.AbstractEventLoop
     future: asyncio.Future[tuple[Any, Any]]
     scored: bool
+    worked: float = 0.0  # the engine's seconds of work when it was added
 
     def answer(self, output: Any, result: Any) -> None:
         self._tell(lambda: self.future.set_result((output, result)))
@@ -162,6 +167,7 @@ class _Threaded:
         self.model_config = self._engine.model_config
         self.problem: Exception | None = None
         self._waiting: dict[str, _Waiting] = {}
+        self._worked = 0.0  # seconds in steps and in taking in requests
         self._is_shared = in_process(llm)
         self._stepper = take_shared() if self._is_shared else Stepper("speceyes-engine")
         self._stepper.join_in(self)
@@ -185,14 +191,15 @@ class _Threaded:
         self._stepper.do(run)
         return (await waiting.future)[0]
 
-    async def generate(self, prompt: Any, params: Any, scored: bool) -> tuple[Any, Any]:
+    async def generate(self, prompt: Any, params: Any, scored: bool) -> tuple[Any, Any, float | None]:
         if self.problem is not None:
             raise EngineUnavailable(f"the engine has failed: {self.problem}")
         loop = asyncio.get_running_loop()
         waiting, key = _Waiting(loop, loop.create_future(), scored), f"speceyes-{uuid.uuid4().hex}"
         self._stepper.do(lambda: self._add(key, prompt, params, waiting))
         try:
-            return await waiting.future
+            output, (result, worked) = await waiting.future
+            return output, result, worked - waiting.worked
         except asyncio.CancelledError:
             with anyio.CancelScope(shield=True):  # the slot is free only when the abort is through
                 await self._on_thread(lambda: self._abort(key))
@@ -202,11 +209,14 @@ class _Threaded:
     def _add(self, key: str, prompt: Any, params: Any, waiting: _Waiting) -> None:
         if waiting.future.cancelled():
             return
+        waiting.worked, began = self._worked, time.perf_counter()
         try:
             self._engine.add_request(key, prompt, params, tokenization_kwargs={"add_special_tokens": False})
         except Exception as error:  # nothing has begun: a prompt too long, a bad option, a picture it cannot read
             waiting.fail(EngineRefused(f"{type(error).__name__}: {error}"))
             return
+        finally:
+            self._worked += time.perf_counter() - began
         self._waiting[key] = waiting
 
     def _abort(self, key: str) -> None:
@@ -221,6 +231,7 @@ class _Threaded:
         return bool(self._waiting) and self.problem is None
 
     def step(self) -> None:
+        began = time.perf_counter()
         try:
             outputs = [o for o in self._engine.step() if o.finished]
             wanted = [o for o in outputs if (w := self._waiting.get(o.request_id)) is not None and w.scored]
@@ -232,10 +243,11 @@ class _Threaded:
             logger.exception("an engine failed")
             self._fail_all(error)
             return
+        self._worked += time.perf_counter() - began
         for output in outputs:
             waiting = self._waiting.pop(output.request_id, None)
             if waiting is not None:
-                waiting.answer(output, results.get(output.request_id))
+                waiting.answer(output, (results.get(output.request_id), self._worked))
 
     def _take(self, wants: list[list[Any]]) -> list[Any]:
         from ...vllm.pairing import merge_workers
@@ -285,7 +297,7 @@ class _Async:
             return False
         return True
 
-    async def generate(self, prompt: Any, params: Any, scored: bool) -> tuple[Any, Any]:
+    async def generate(self, prompt: Any, params: Any, scored: bool) -> tuple[Any, Any, float | None]:
         from ...vllm import attach_scores_async
 
         key, last = f"speceyes-{uuid.uuid4().hex}", None
@@ -308,7 +320,7 @@ class _Async:
         except Exception as error:
             kind = EngineUnavailable if self.problem is not None else EngineRefused
             raise kind(f"{type(error).__name__}: {error}") from error
-        return last, getattr(last.outputs[0], "speceyes", None)
+        return last, getattr(last.outputs[0], "speceyes", None), None
 
     async def aclose(self) -> None:
         pass  # each request's own call aborts it

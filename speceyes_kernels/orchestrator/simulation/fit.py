@@ -12,7 +12,7 @@ import numpy as np
 from ..audit import audit_steps
 from ..errors import OrchestratorError
 from ..runlog import LogDamaged, read_finished
-from ..steplaw import Served, StepLaw, fit_step_law
+from ..steplaw import Served, StepLaw, fit_crowded_law, fit_step_law
 from ..types import Answer, Step
 from .formula import Averages
 from .model import LoopStep, Profile, Query
@@ -105,16 +105,18 @@ def fit(folder: str | Path, *, base: str | Path | None = None) -> Fitted:
         for step in answer.trail.steps:
             where = "small" if step.phase == "draft" or (step.phase == "judge" and judge == "small") else "large"
             if step.phase in ("judge", "draft"):
-                served[where].append(Served(step.prompt_tokens, step.output_tokens, step.service_s, step.running))
+                served[where].append(Served(step.prompt_tokens, step.output_tokens, _own_seconds(step), step.running))
                 replicas[where].add(step.replica)
     for steps in known:
         for step, shown in zip(steps, _fresh(steps), strict=True):
-            served["large"].append(Served(int(shown.prompt), step.output_tokens, step.service_s, step.running))
+            served["large"].append(Served(shown.prompt, step.output_tokens, _own_seconds(step), step.running))
             replicas["large"].add(step.replica)
     laws, errors = {}, {}
     for name, records in served.items():
         try:
-            laws[name], errors[name] = fit_step_law(records)
+            # A server may prefill in steps of their own, or beside what decodes: what explains the log better is taken.
+            fits = [fit_step_law(records), fit_crowded_law(records)]
+            laws[name], errors[name] = min(fits, key=lambda found: found[1])
         except ValueError as error:
             raise FitError(f"{folder}: {name} model: {error}") from error
     profile = _profile(rows, own, loops_of)
@@ -136,6 +138,12 @@ def _read(folder: Path) -> tuple[Any, dict[str, Answer], dict[str, Any]]:
     if not answers:
         raise FitError(f"{folder}: there is no answer in it; expected a run that has answered queries")
     return log.header, answers, audits
+
+
+def _own_seconds(step: Step) -> float:
+    """Without other engines' steps, where the engine knows: those that share a thread take turns, and the simulation makes
+    them wait for each other itself."""
+    return step.service_s if step.engine_s is None else step.engine_s
 
 
 def _loop(steps: Sequence[Step]) -> tuple[Step, ...]:
