@@ -1,79 +1,53 @@
 """The simulation against the orchestrator on two real engines: fitted on one load, checked on others.
 
-``python bench/bench_simulation.py [--queries 48]``: SmolLM2 twice in this process (they share one stepping thread, so one
-core), a funnel and a base run with 4 queries in flight; predicted and measured throughput with 2 and 8. The judge's and the
-gate's decisions are drawn from the query's number: an untrained judge would say the same of all; times are real.
+``python bench/bench_simulation.py [--queries 96]``: the benchmark's pair in this process (the engines share one stepping
+thread, so one core), a funnel and a base run with 4 queries in flight; predicted and measured throughput with 2, 8 and 16.
+Every run has questions and pictures of its own: vLLM would know those of a run before from its prefix cache.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
-import sys
 import tempfile
 import time
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-from vllm_support import ENV, GATE, WORKER, model_path
-
-FITTED_AT, CHECKED_AT = 4, (2, 8)
+FITTED_AT, CHECKED_AT = 4, (2, 8, 16)
 TARGET = 0.15
-TOPICS = ("the sea", "a mountain", "bread", "the moon", "a bicycle", "winter", "a library", "music")
 
 
-class Decided:
-    """An engine whose judgements and scores are told by the query's number."""
-
-    def __init__(self, engine: Any) -> None:
-        self.engine = engine
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.engine, name)
-
-    async def complete(self, request: Any) -> Any:
-        from speceyes_kernels.orchestrator.types import Priority
-
-        reply, i = await self.engine.complete(request), int(request.affinity)
-        if request.priority == Priority.JUDGE:
-            return replace(reply, text="yes" if i % 5 == 0 else "no")
-        if reply.scores is not None:
-            values = dict.fromkeys(reply.scores.values, 0.0 if i % 3 == 0 else 9.0)
-            return replace(reply, scores=replace(reply.scores, values=values))
-        return reply
-
-
-async def measure(count: int) -> dict[str, Any]:
-    from vllm import LLM
-
-    from speceyes_kernels.orchestrator.engines.local import LocalEngine
+async def measure(count: int, models: Path | None) -> dict[str, Any]:
+    from speceyes_kernels.benchmark.pair import pair_settings
+    from speceyes_kernels.orchestrator.agents.build import build_agent
+    from speceyes_kernels.orchestrator.engines.build import build_engine
     from speceyes_kernels.orchestrator.funnel import Funnel
     from speceyes_kernels.orchestrator.runlog import RunLog
-    from speceyes_kernels.orchestrator.settings import FunnelSettings
+    from speceyes_kernels.orchestrator.settings import SpeceyesSettings
     from speceyes_kernels.orchestrator.simulation import FunnelModel, Workload
     from speceyes_kernels.orchestrator.simulation.explain import both, fleet_of
     from speceyes_kernels.orchestrator.simulation.fit import fit
-    from speceyes_kernels.orchestrator.types import Query
 
-    options: dict[str, Any] = {
-        "model": model_path(), "dtype": "float32", "enforce_eager": True, "max_model_len": 512, "max_num_seqs": 8,
-        "async_scheduling": False, "logits_processors": [GATE], "worker_extension_cls": WORKER,
-    }  # fmt: skip
-    large, small = (Decided(LocalEngine(LLM(**options), name=name, concurrency=8)) for name in ("large", "small"))
-    queries = [Query(f"Tell me something about {TOPICS[i % 8]}, number {i}.", id=str(i)) for i in range(count)]
+    plain = pair_settings(models, breakeven={"enabled": False}, audit={"share": 0.0}).model_dump(mode="json")
+    for role in ("large", "small"):
+        plain[role]["vllm"]["enable_prefix_caching"] = True  # what the simulation assumes
+    settings = SpeceyesSettings.model_validate(plain)
+    assert settings.small is not None
+    large, small = build_engine(settings.large, gate=False), build_engine(settings.small)
+    fresh = questions()
 
     async def run(mode: str, in_flight: int, folder: Path | None) -> float:
-        settings = FunnelSettings(
-            mode=mode, in_flight=in_flight, answer_tokens=40, breakeven={"enabled": False}, audit={"share": 0.0}
-        )
+        own = settings.funnel.model_copy(update={"mode": mode, "in_flight": in_flight})
         log = None if folder is None else RunLog(folder, {"settings": {"mode": mode, "judge": "large"}})
+        asked = list(itertools.islice(fresh, count))
         began = time.monotonic()
-        async with Funnel(large, small, settings=settings, log=log) as funnel:
-            async for answer in funnel.run(queries):
-                assert answer.status == "ok", answer.error
+        async with Funnel(large, small, settings=own, agent=build_agent(settings), log=log) as funnel:
+            async for answer in funnel.run(asked):
+                assert answer.status == "ok" or "step limit" in str(answer.error), answer.error
         seconds = time.monotonic() - began
         if log is not None:
             await log.aclose()
@@ -81,15 +55,16 @@ async def measure(count: int) -> dict[str, Any]:
 
     out: dict[str, Any] = {"queries": count, "checked": []}
     with tempfile.TemporaryDirectory() as name:
-        await run("funnel", 4, None)  # warm: first shapes are slow
+        await run("funnel", FITTED_AT, None)  # warm: first shapes are slow
         for mode in ("base", "funnel"):
             await run(mode, FITTED_AT, Path(name) / mode)
-        fitted = fit(Path(name) / "funnel", base=Path(name) / "base")
-    out["laws"] = {"large": vars(fitted.large), "small": vars(fitted.small), "errors": fitted.errors}
-    fleet = fleet_of(fitted, large_replicas=1, small_replicas=1, concurrency=8, cores=1)
+        fitted = {"funnel": fit(Path(name) / "funnel"), "base": fit_base(Path(name) / "base", Path(name) / "funnel")}
+    found = fitted["funnel"]
+    out["laws"] = {"large": vars(found.large), "small": vars(found.small), "errors": found.errors}
     for in_flight in (FITTED_AT, *CHECKED_AT):
-        seen = [both(fleet, Workload(fitted.profile, count, in_flight, seed=s), FunnelModel()) for s in range(8)]
         for at, mode in enumerate(("base", "funnel")):
+            fleet = fleet_of(fitted[mode], large_replicas=1, small_replicas=1, concurrency=32, cores=1)
+            seen = [both(fleet, Workload(fitted[mode].profile, count, in_flight, seed=s), FunnelModel()) for s in range(8)]
             measured = await run(mode, in_flight, None)
             predicted = count / (sum(pair[at].makespan for pair in seen) / len(seen))
             out["checked"].append(
@@ -102,6 +77,39 @@ async def measure(count: int) -> dict[str, Any]:
     return out
 
 
+def fit_base(base: Path, funnel: Path) -> Any:
+    """The base agent's loops are those of all queries: its own log says them, the funnel's only of those that were not
+    accepted."""
+    from dataclasses import replace
+
+    from speceyes_kernels.orchestrator.runlog import read_finished
+    from speceyes_kernels.orchestrator.simulation import Profile
+    from speceyes_kernels.orchestrator.simulation.fit import fit, fresh_steps
+
+    fitted = fit(funnel)
+    some = fitted.profile.queries[0]
+    answers = [entry.answer for entry in read_finished(base).queries.values() if entry.answer is not None]
+    queries = tuple(replace(some, loop=tuple(fresh_steps(a.trail.steps))) for a in answers if a.trail.steps)
+    return replace(fitted, profile=Profile(queries))
+
+
+def questions() -> Iterator[Any]:
+    """Of all splits in turn, each with a picture of its own."""
+    from PIL import Image
+
+    from speceyes_kernels.benchmark.dataset import items
+    from speceyes_kernels.benchmark.questions import SPLITS
+    from speceyes_kernels.orchestrator.images import Picture
+    from speceyes_kernels.orchestrator.types import Query
+
+    for item in itertools.chain.from_iterable(zip(*(items("test", split, 100_000) for split in SPLITS), strict=True)):
+        question = item.question
+        yield Query(
+            question.text, (Picture(Image.fromarray(item.scene.draw())),), question.options,
+            kind=None if question.options else question.kind, id=item.id,
+        )  # fmt: skip
+
+
 def show(row: dict[str, Any]) -> None:
     met = "met" if abs(row["ratio"] - 1) <= TARGET else "MISSED"
     print(
@@ -112,15 +120,16 @@ def show(row: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    import os
+    from speceyes_kernels.benchmark.pair import configure
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--queries", type=int, default=48)
+    parser.add_argument("--queries", type=int, default=96)
+    parser.add_argument("--models", type=Path, help="folder with small and large; default: the package's")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    for key, value in ENV.items():
-        os.environ.setdefault(key, value)
-    out = asyncio.run(measure(args.queries))
+    configure()
+    out = asyncio.run(measure(args.queries, args.models))
+    print(json.dumps(out["laws"]))
     if args.json:
         args.json.write_text(json.dumps(out, indent=1) + "\n")
 

@@ -108,7 +108,7 @@ def fit(folder: str | Path, *, base: str | Path | None = None) -> Fitted:
                 served[where].append(Served(step.prompt_tokens, step.output_tokens, _own_seconds(step), step.running))
                 replicas[where].add(step.replica)
     for steps in known:
-        for step, shown in zip(steps, _fresh(steps), strict=True):
+        for step, shown in zip(steps, fresh_steps(steps), strict=True):
             served["large"].append(Served(shown.prompt, step.output_tokens, _own_seconds(step), step.running))
             replicas["large"].add(step.replica)
     laws, errors = {}, {}
@@ -150,7 +150,7 @@ def _loop(steps: Sequence[Step]) -> tuple[Step, ...]:
     return tuple(s for s in steps if s.phase not in _FAST and not (s.error and not s.output_tokens))
 
 
-def _fresh(steps: Sequence[Step]) -> Iterator[LoopStep]:
+def fresh_steps(steps: Sequence[Step]) -> Iterator[LoopStep]:
     """Steps with the tokens of their prompts that the step before has not seen: a server's prefix cache knows the rest."""
     before = 0
     for step in steps:
@@ -181,7 +181,7 @@ def _profile(rows: Sequence[Answer], own: dict[str, tuple[Step, ...]], others: d
         slow = others.get(answer.query_id) or own.get(answer.query_id) or fallback[i % len(fallback)]
         tool_free = any(s.phase == "draft" for s in answer.trail.steps)
         judge, draft = shown("judge", i, LoopStep(0, 1)), shown("draft", i, LoopStep(0, 20))
-        queries.append(Query(tool_free, answer.trail.route == "draft", tuple(_fresh(slow)), judge, draft))
+        queries.append(Query(tool_free, answer.trail.route == "draft", tuple(fresh_steps(slow)), judge, draft))
     return Profile(tuple(queries))
 
 
