@@ -57,7 +57,7 @@ $(BUILT): $(INSTALLED) $(NATIVE)
 	@$(RUN) -m speceyes_kernels.collect_env --summary
 	rm -f $(VENV)/.built-* && touch $@
 
-## make demo        vLLM on real weights with the gate: DEMO_ARGS="--model ..." on a GPU machine
+## make demo        the funnel on two vision-language models in vLLM; DEMO_ARGS=--text: the gate on a text model
 demo: $(BUILT)
 	$(BIN)/speceyes demo $(DEMO_ARGS)
 

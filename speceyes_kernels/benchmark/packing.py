@@ -58,11 +58,13 @@ class _Row:
 
 
 class Packer:
-    """Packs scenes for a tokenizer. ``length``: of a row, in tokens, where a conversation is not longer."""
+    """Packs scenes for a tokenizer. ``length``: of a row, in tokens, where a conversation is not longer. ``answer_weight``:
+    times the weight of a piece that is an answer."""
 
     def __init__(self, tokenizer: Any, length: int = 224) -> None:
         self.tokenizer = tokenizer
         self.length = length
+        self.answer_weight = 1.0
         self.pad: int = tokenizer.convert_tokens_to_ids("<|image_pad|>")
         self._known: dict[str, list[int]] = {}
         self._prefix = self.encode(PREFIX)
@@ -108,7 +110,11 @@ class Packer:
                     glyphs += _glyphs(number, tag, (0, 0), SCALE)
             open_rows: list[_Row] = []
             for branch in branches:
-                said = [(token, piece.weight) for piece in branch.pieces for token in self.encode(piece.text)]
+                said = [
+                    (token, piece.weight * (self.answer_weight if piece.answer else 1))
+                    for piece in branch.pieces
+                    for token in self.encode(piece.text)
+                ]
                 shown = number
                 if branch.box is not None and branch.target is not None:
                     shown = len(views)

@@ -1,4 +1,4 @@
-"""Training of the two models: first the eyes on what lies where and which glyph it is, then everything together."""
+"""Training of the two models: the eyes on what lies where and which glyph it is, then everything, then mostly answers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import random
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,12 +39,14 @@ class Recipe:
         What it is taught: direct answers, or the judge's, the agent's and the marker's turns as well.
     size : str
         A key of `network.SIZES`.
-    vision_steps, steps : int
-        Of the first and of the second stage.
+    vision_steps, steps, polish_steps : int
+        Of the three stages.
     scenes, vision_scenes : int
-        A step, in the second and in the first stage.
+        A step, in the first stage and in the others.
     rate : float
-        Highest learning rate of each stage. ``eyes_rate``: times it, the vision tower's in the second stage.
+        Highest learning rate of the first two stages. ``eyes_rate``: times it, the vision tower's after the first.
+    polish_rate, answer_weight : float
+        Of the third stage: its highest learning rate; how much more than other tokens an answer's weigh.
     """
 
     role: Role
@@ -55,14 +57,17 @@ class Recipe:
     vision_scenes: int = 24
     rate: float = 2e-3
     eyes_rate: float = 0.4
+    polish_steps: int = 0
+    polish_rate: float = 1e-3
+    answer_weight: float = 6.0
     auxiliary: float = 0.3
     seed: int = 0
     names: tuple[str, ...] = ()
 
 
 RECIPES: dict[Role, Recipe] = {
-    "small": Recipe("small", "small", 2000, 5000, scenes=12),
-    "large": Recipe("large", "large", 2000, 5000, scenes=8),
+    "small": Recipe("small", "small", 2000, 5000, scenes=12, polish_steps=2000),
+    "large": Recipe("large", "large", 2000, 5000, scenes=8, polish_steps=3000),
 }
 
 
@@ -102,15 +107,17 @@ def moved(tag: Tag, rng: random.Random) -> tuple[int, int, int, int]:
     return tag.box
 
 
-def taught(recipe: Recipe, what: Scene, rng: random.Random) -> list[Branch]:
-    """The conversations about a scene that a model learns from."""
+def taught(recipe: Recipe, what: Scene, rng: random.Random, *, polish: bool = False) -> list[Branch]:
+    """The conversations about a scene that a model learns from; ``polish``: in the last stage, more of what is answered at
+    once and less of what is learned by then."""
     asked = questions(what, rng)
     if recipe.names:
         asked = [q for q in asked if q.name in recipe.names]
     branches: list[Branch] = []
     if recipe.role == "small":
         # A second draw of what is hardest to learn and costs few tokens.
-        asked += [q for q in questions(what, rng) if q.name in _HARD and q not in asked]
+        for _ in range(3 if polish else 1):
+            asked += [q for q in questions(what, rng) if q.name in _HARD and q not in asked]
         for question in asked:
             if not question.zoom or rng.random() < 0.3:
                 branches.append(direct(question))
@@ -118,16 +125,16 @@ def taught(recipe: Recipe, what: Scene, rng: random.Random) -> list[Branch]:
                 branches.append(direct_in_loop(question))
     else:
         for question in asked:
-            if rng.random() < (0.15 if question.zoom else 0.25):
+            if rng.random() < (0.15 if question.zoom else 0.6 if polish else 0.25):
                 branches.append(direct(question))
             # Two questions about a tag share the call: each of them half of the time.
             if question.target is not None and (question.name == "pair" or rng.random() < 0.5):
                 branches.append(loop(question, what, moved(question.target, rng)))
-            elif question.target is None and rng.random() < 0.3:
+            elif question.target is None and rng.random() < (0.6 if polish else 0.3):
                 branches.append(loop(question, what))
         branches += [judge(question) for question in rng.sample(asked, min(2, len(asked)))]
         branches.append(rate(rng.choice(asked), rng))
-    if rng.random() < 0.3:
+    if rng.random() < (0.0 if polish else 0.3):
         branches.append(inventory(what))
     return branches
 
@@ -190,7 +197,7 @@ class Trainer:
         dict
             Share of right answers by task, teacher-forced, on scenes that were not trained on.
         """
-        total = self.recipe.vision_steps + self.recipe.steps
+        total = self.recipe.vision_steps + self.recipe.steps + self.recipe.polish_steps
         last = min(total, until or total)
         self._resume(say)
         began, begun_at = time.monotonic(), self.step
@@ -212,16 +219,20 @@ class Trainer:
 
     def _train_step(self) -> dict[str, float]:
         recipe, step = self.recipe, self.step
-        early = step < recipe.vision_steps
-        at, length = (step, recipe.vision_steps) if early else (step - recipe.vision_steps, recipe.steps)
-        rate = recipe.rate * min(1, (at + 1) / 100) * (0.03 + 0.97 * 0.5 * (1 + math.cos(math.pi * at / length)))
+        at, length, early, polish = step, recipe.vision_steps, True, False
+        if at >= length:
+            at, length, early = at - length, recipe.steps, False
+            if at >= length:
+                at, length, polish = at - length, recipe.polish_steps, True
+        highest = recipe.polish_rate if polish else recipe.rate
+        rate = highest * min(1, (at + 1) / 100) * (0.03 + 0.97 * 0.5 * (1 + math.cos(math.pi * at / length)))
         for group in self.optimizer.param_groups:
             group["lr"] = rate * (1 if early or not group["eyes"] else recipe.eyes_rate)
         first = (recipe.seed << 40) + step * 64
         if early:
             loss, parts = self._vision_loss(range(first, first + recipe.vision_scenes))
         else:
-            loss, parts = self._joint_loss(range(first, first + recipe.scenes))
+            loss, parts = self._joint_loss(range(first, first + recipe.scenes), polish)
         self.optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -240,12 +251,14 @@ class Trainer:
         parts = self._auxiliary(visual.float(), packed.labels)
         return sum(parts.values(), torch.zeros(())), {k: v.item() for k, v in parts.items()}
 
-    def _joint_loss(self, seeds: range) -> tuple[Tensor, dict[str, float]]:
+    def _joint_loss(self, seeds: range, polish: bool) -> tuple[Tensor, dict[str, float]]:
         rows = []
         for seed in seeds:
             what, image, rng = drawn(seed)
-            rows.append((what, image, taught(self.recipe, what, rng)))
+            rows.append((what, image, taught(self.recipe, what, rng, polish=polish)))
+        self.packer.answer_weight = self.recipe.answer_weight if polish else 1.0
         packed = self.packer.pack(rows)
+        self.packer.answer_weight = 1.0
         counted = packed.weights > 0
         with torch.autocast("cpu", torch.bfloat16):
             hidden, visual = self.forward(packed.batch)
@@ -300,8 +313,9 @@ class Trainer:
         if self.step or not path.exists():
             return
         state = torch.load(path, weights_only=True)
-        if state["recipe"] != json.dumps(asdict(self.recipe)):
-            raise ValueError(f"{path}: of another recipe; expected {asdict(self.recipe)}, got {state['recipe']}")
+        theirs = Recipe(**json.loads(state["recipe"], object_hook=lambda d: d | {"names": tuple(d["names"])}))
+        if _until(theirs, state["step"]) != _until(self.recipe, state["step"]):
+            raise ValueError(f"{path}: of another recipe; expected {self.recipe}, got {theirs}")
         self.model.load_state_dict(state["model"])
         self.heads.load_state_dict(state["heads"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -327,6 +341,13 @@ class Trainer:
         save_model(self.model, self.tokenizer, self.folder)
         document = {"recipe": asdict(self.recipe), "log": self.log}
         (self.folder / LOG).write_text(json.dumps(document, indent=1) + "\n")
+
+
+def _until(recipe: Recipe, step: int) -> Recipe:
+    """What of a recipe decided about the steps so far: a later stage may be added or changed."""
+    if step <= recipe.vision_steps + recipe.steps:
+        return replace(recipe, polish_steps=0, polish_rate=0.0, answer_weight=0.0)
+    return recipe
 
 
 def _count(packed: Packed, right: Tensor, found: dict[str, list[bool]]) -> None:

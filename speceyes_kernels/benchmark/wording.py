@@ -30,10 +30,12 @@ GOOD, BAD = "9", "1"  # marks of steps
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a conversation. ``weight``: of its tokens in the loss, 0 for what the model is told."""
+    """A part of a conversation. ``weight``: of its tokens in the loss, 0 for what the model is told. ``answer``: it is what the
+    question asked for, and weighs more in the last stage of training."""
 
     text: str
     weight: float = 0.0
+    answer: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,17 +68,22 @@ def said(question: Question) -> str:
 
 
 def direct(question: Question) -> Branch:
-    return Branch(question.name, (asked(question, DIRECT), Piece(statement(said(question)) + END, 2)))
+    return Branch(question.name, (asked(question, DIRECT), *_stated(said(question), 2)))
+
+
+def _stated(answer: str, weight: float) -> tuple[Piece, ...]:
+    begin, end = statement("\0").split("\0")
+    return Piece(begin.rstrip(), weight), Piece(f" {answer}", weight, True), Piece(end + END, weight)
 
 
 def direct_in_loop(question: Question) -> Branch:
     """What a model without tools says where the loop asks: SpecReason has it propose steps."""
-    return Branch("proposal", (asked(question, LOOP), Piece(statement(said(question)) + END, 1)))
+    return Branch("proposal", (asked(question, LOOP), *_stated(said(question), 1)))
 
 
 def judge(question: Question) -> Branch:
     text = JUDGE.format(question=question_text(question))
-    return Branch("judge", (Piece(text + TURN), Piece(("yes" if question.zoom else "no") + END, 2)))
+    return Branch("judge", (Piece(text + TURN), Piece("yes" if question.zoom else "no", 2, True), Piece(END, 2)))
 
 
 def call(box: tuple[int, int, int, int]) -> str:
@@ -127,15 +134,21 @@ def loop(question: Question, scene: Scene, box: tuple[int, int, int, int] | None
     """The agent's way. ``box``: another window than the right one, so that crops off the centre are read, too."""
     tag = question.target
     if tag is None:
-        return Branch("plain", (asked(question, LOOP), Piece(without_call(question, scene) + END, 2)))
+        return Branch("plain", (asked(question, LOOP), *_answered(without_call(question, scene), 2)))
     first = before_call(tag) + call(tag.box)
     pieces = (
         asked(question, LOOP),
         Piece(first, 2),
         Piece(TOOL_TURN),
-        Piece(after_call(tag, said(question)) + END, 4),
+        *_answered(after_call(tag, said(question)), 4),
     )
     return Branch(f"loop_{question.name}", pieces, box or tag.box, tag)
+
+
+def _answered(turn: str, weight: float) -> tuple[Piece, ...]:
+    thought, answer = turn.split("<answer>")
+    answer = answer.removesuffix("</answer>")
+    return Piece(f"{thought}<answer>", weight), Piece(answer, weight, True), Piece(f"</answer>{END}", weight)
 
 
 def rate(question: Question, rng: random.Random) -> Branch:
