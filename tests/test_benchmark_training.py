@@ -236,7 +236,8 @@ def test_what_is_saved_is_loaded(learned, tmp_path: Path) -> None:
     for name, value in trainer.model.state_dict().items():
         assert torch.allclose(value, model.state_dict()[name], atol=2e-3), name
     again = AutoTokenizer.from_pretrained(tmp_path)
-    assert again.encode(PREFIX) == trainer.tokenizer.encode(PREFIX)
+    text = PREFIX + call((0, 16, 20, 32)) + direct(questions(*drawn(1)[::2])[0]).pieces[0].text
+    assert again.encode(text) == trainer.tokenizer.encode(text)
     document = json.loads((tmp_path / "training.json").read_text())
     assert document["recipe"] == dataclasses.asdict(TINY_RECIPE) | {"names": list(TINY_RECIPE.names)}
     processor = json.loads((tmp_path / "preprocessor_config.json").read_text())

@@ -97,5 +97,6 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
     path = folder / "tokenizer_config.json"
     config = json.loads(path.read_text())
-    config["tokenizer_class"] = "Qwen2TokenizerFast"
+    # Not Qwen's own class: transformers builds that one anew with Qwen's pattern, which cuts numbers into digits.
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
     path.write_text(json.dumps(config, indent=1) + "\n")

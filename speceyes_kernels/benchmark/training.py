@@ -67,7 +67,7 @@ class Recipe:
 
 RECIPES: dict[Role, Recipe] = {
     "small": Recipe("small", "small", 2000, 5000, scenes=12, polish_steps=2000),
-    "large": Recipe("large", "large", 2000, 5000, scenes=8, polish_steps=1500),
+    "large": Recipe("large", "large", 2000, 5000, scenes=8, polish_steps=1000),
 }
 
 
