@@ -61,7 +61,7 @@ class Oracle:
         small = settings.model.endswith("small")
         self.made.append((Path(settings.model).name, gate))
         script: Callable[[Any], Scripted] = self.small if small else self.large
-        return FakeEngine(script, model=settings.model, concurrency=32)
+        return FakeEngine(script, model=settings.known_as, concurrency=32)
 
     def answer(self, row: dict[str, Any]) -> str:
         return row["options"]["AB".index(row["answer"])] if "options" in row else row["answer"]

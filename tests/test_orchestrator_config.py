@@ -174,3 +174,14 @@ def test_the_commands(monkeypatch, capsys, tmp_path):
     assert "funnel.gate.tau" in code
     code, _ = speceyes("run", str(tmp_path), "--large", "big@http://127.0.0.1:9", "--mode", "base", "--output", str(tmp_path / "o"))
     assert "questions.jsonl" in code
+
+
+def test_a_model_is_known_by_the_name_that_it_is_served_under():
+    from speceyes_kernels.orchestrator.config import header
+    from speceyes_kernels.orchestrator.settings import EngineSettings, SpeceyesSettings
+
+    plain = EngineSettings(model="/a/folder")
+    named = EngineSettings(model="/a/folder", vllm={"served_model_name": ["one", "two"]})
+    assert (plain.known_as, named.known_as) == ("/a/folder", "one")
+    settings = SpeceyesSettings(large=named, small=EngineSettings(model="s", vllm={"served_model_name": "small-1"}))
+    assert header(settings)["models"] == {"large": "one", "small": "small-1"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from pathlib import Path
 from typing import Any
@@ -54,13 +55,19 @@ def pair_settings(models: Path | None = None, **funnel: Any) -> SpeceyesSettings
             )
     return SpeceyesSettings.model_validate(
         {
-            "large": {"model": str(folder / "large"), "vllm": VLLM},
-            "small": {"model": str(folder / "small"), "vllm": VLLM},
+            **{role: {"model": str(folder / role), "vllm": VLLM | _name(folder / role)} for role in ("large", "small")},
             "agent": "deepeyes",
             "loop": {"max_tokens": MAX_STEP_TOKENS},
             "funnel": {"wording": WORDING, **funnel},
         }
     )
+
+
+def _name(folder: Path) -> dict[str, str]:
+    """By content: wherever the folder is, a calibration belongs to these weights."""
+    weights = folder / "model.safetensors"
+    digest = hashlib.sha256(weights.read_bytes()).hexdigest()[:8] if weights.exists() else "unknown"
+    return {"served_model_name": f"benchmark-{folder.name}-{digest}"}
 
 
 def configure() -> None:

@@ -229,9 +229,9 @@ def header(settings: SpeceyesSettings) -> dict[str, Any]:
     """What makes two runs the same run: models, agent and its loop, and the funnel's settings that decide about answers."""
     free = {"in_flight", "attempts", "timeout", "loop_concurrency"}
     funnel: FunnelSettings = settings.funnel
-    small = None if settings.small is None else settings.small.model
+    small = None if settings.small is None else settings.small.known_as
     return {
-        "models": {"large": settings.large.model, "small": small},
+        "models": {"large": settings.large.known_as, "small": small},
         "agent": settings.agent,
         "loop": settings.loop.model_dump(mode="json"),
         "settings": {k: v for k, v in funnel.model_dump(mode="json").items() if k not in free},

@@ -42,6 +42,13 @@ class EngineSettings(Section):
     output_price: Price | None = None
     vllm: dict[str, Any] = Field(default_factory=dict)
 
+    @property
+    def known_as(self) -> str:
+        """The model's name in logs and calibrations: ``vllm.served_model_name`` where there is one, so that a folder may
+        move; else ``model``."""
+        name = self.vllm.get("served_model_name")
+        return str((name[0] if isinstance(name, (list, tuple)) else name) or self.model)
+
 
 class DraftSettings(Section):
     """The small model's answer. ``max_tokens``: 20, or 1,024 when it thinks first."""

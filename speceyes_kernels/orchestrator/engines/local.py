@@ -47,7 +47,9 @@ class LocalEngine:
         engine = llm_or_async_llm
         threaded = hasattr(engine, "llm_engine")
         self._core: _Threaded | _Async = _Threaded(engine) if threaded else _Async(engine)
-        self.model = str(self._core.model_config.model)
+        config = self._core.model_config
+        served = getattr(config, "served_model_name", None)
+        self.model = str((served[0] if isinstance(served, list) else served) or config.model)
         self.name = name or f"local:{self.model.rstrip('/').rsplit('/', 1)[-1]}"
         self._prompter = Prompter(self._core)
         self._known: Capabilities | None = None
