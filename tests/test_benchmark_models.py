@@ -14,10 +14,7 @@ import pytest
 from speceyes_kernels.benchmark.pair import MODELS, WORDING
 from speceyes_kernels.benchmark.wording import ASSISTANT, END, IMAGE_MARK, TURN, USER
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(not (MODELS / "large" / "config.json").exists(), reason="there is no trained pair in the package"),
-]
+pytestmark = pytest.mark.vllm
 QUESTIONS = 16
 
 
