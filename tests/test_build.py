@@ -416,6 +416,8 @@ def test_wheel_content(wheel: zipfile.ZipFile) -> None:
     assert "-py3-none-linux_" in wheel.filename
     sources = {str(p.relative_to(ROOT)) for p in (ROOT / "speceyes_kernels").rglob("*.py")}
     assert sources == {n for n in package if n.endswith(".py")}
+    models = {f"speceyes_kernels/benchmark/models/{role}/model.safetensors" for role in ("small", "large")}
+    assert models | {"speceyes_kernels/benchmark/models/calibration.json"} <= package  # the demo's
     assert any(n.endswith("licenses/LICENSE") for n in names)
 
 

@@ -23,8 +23,8 @@ from speceyes_kernels.orchestrator.types import Request, ScoreRequest, Turn
 class DoubleLLM:
     """What LocalEngine uses of ``vllm.LLM``. Every request takes ``steps`` steps; all calls note their thread."""
 
-    def __init__(self, name, steps=3, gate=True, own_process=False, together=1):
-        self.steps, self.gate, self.together = steps, gate, together
+    def __init__(self, name, steps=3, gate=True, own_process=False, together=1, step_s=0.002):
+        self.steps, self.gate, self.together, self.step_s = steps, gate, together, step_s
         self.running: dict[str, int] = {}
         self.ring: dict[str, dict] = {}
         self.threads: set[str] = set()
@@ -63,7 +63,7 @@ class DoubleLLM:
 
     def step(self):
         self._here()
-        time.sleep(0.002)
+        time.sleep(self.step_s)
         if self.break_at is not None:
             self.break_at -= 1
             if self.break_at < 0:
@@ -128,6 +128,22 @@ def test_engines_in_this_process_share_one_thread_that_ends_with_the_last():
     assert all(r.scores.source == "gate" and r.output_tokens == 2 and r.prompt_tokens == 4 for r in replies)
     # Five requests that ran side by side took their scores in one call.
     assert one.log.count("take") == 1 and not one.ring
+
+
+def test_engines_that_take_turns_know_their_own_seconds():
+    """Both are in service for 20 rounds of 32 ms, of which 2 are the quick one's."""
+    quick, slow = DoubleLLM("quick", steps=20), DoubleLLM("slow", steps=20, step_s=0.03)
+
+    async def main():
+        a, b = LocalEngine(quick), LocalEngine(slow)
+        replies = await asyncio.gather(a.complete(ask()), b.complete(ask()))
+        await a.aclose()
+        await b.aclose()
+        return replies
+
+    mine, other = asyncio.run(main())
+    assert 0.04 <= mine.engine_s < 0.4 * mine.service_s
+    assert 0.6 <= other.engine_s <= other.service_s
 
 
 def test_a_core_in_a_process_of_its_own_has_its_own_thread():

@@ -2,7 +2,7 @@
 
 transformers runs a picture and a prompt at a time through code for any size. All pictures here are 64 x 64 and all
 prompts of a scene share its picture, so the same parameters are run on fixed grids, with many conversations behind one
-picture in a row. `tests/test_benchmark_network.py` holds both forwards equal.
+picture in a row. `tests/test_benchmark_training.py` holds both forwards equal.
 """
 
 from __future__ import annotations

@@ -55,6 +55,8 @@ class Plan:
         As `speceyes eval --ablate`.
     in_flight : int
         Queries at once in the evaluation; 1 measures each query alone.
+    force_new : bool
+        Asks everything again; earlier runs are kept aside.
     """
 
     output: Path
@@ -70,10 +72,13 @@ class Plan:
     batches: tuple[int, ...] = BATCHES
     in_flight: int = 1
     resamples: int = 1000
+    force_new: bool = False
 
     def __post_init__(self) -> None:
         if self.questions < 1 or self.in_flight < 1:
             raise ValueError(f"questions, in_flight: expected 1 or more, got {self.questions}, {self.in_flight}")
+        if "base" not in self.modes:
+            raise ValueError(f"modes: expected 'base' among them, which all others are measured against, got {self.modes}")
 
 
 @dataclass(frozen=True)
@@ -150,7 +155,7 @@ async def measure(
             _with(settings, gate={"artifact": str(artifact)}),
             Request(
                 test, plan.output / EVALUATION, modes=plan.modes, ablations=plan.ablations, layout="jsonl", seed=None,
-                ks=plan.ks, batches=plan.batches,
+                ks=plan.ks, batches=plan.batches, force_new=plan.force_new,
             ),
             engines=engine, say=say, quiet=quiet,
         )  # fmt: skip

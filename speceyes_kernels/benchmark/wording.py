@@ -7,8 +7,8 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from .questions import Question, words
-from .scenes import CELL, SHAPES, Scene, Shape, Tag
+from .questions import Question
+from .scenes import BACKGROUNDS, CELL, COLORS, DIGITS, LETTERS, SHAPES, Scene, Shape, Tag
 
 # Given to the funnel as its wording (`settings`), so that the models hear what they were trained on.
 JUDGE = "{question}\nZoom needed?"
@@ -172,9 +172,7 @@ def wrong_answer(question: Question, rng: random.Random) -> str:
         return question.options["BA".index(question.answer)]
     if question.kind == "yes/no":
         return "no" if question.answer == "yes" else "yes"
-    vocabulary = words()
-    sorts = [vocabulary[:6], vocabulary[6:10], vocabulary[10:13], vocabulary[13:19], vocabulary[19:29]]
-    same = next(sort for sort in sorts if question.answer in sort)
+    same = next(sort for sort in (COLORS, BACKGROUNDS, SHAPES, LETTERS, DIGITS) if question.answer in sort)
     return rng.choice([word for word in same if word != question.answer])
 
 

@@ -40,7 +40,7 @@ def train(
     compile: Annotated[bool, typer.Option(help="By torch.compile: a third quicker; needs a C++ compiler.")] = True,
     every: Annotated[int, typer.Option(min=1, help="Steps from one checkpoint and measurement to the next.")] = 250,
 ) -> None:
-    """Train the pair from scratch: fixed seeds and steps, so that it is the same pair wherever it is made."""
+    """Train the pair from scratch: fixed seeds and steps, the same scenes everywhere; sums differ between processors."""
     from ..benchmark.training import RECIPES, train_pair
 
     roles = tuple(RECIPES) if role == "both" else tuple(name for name in RECIPES if name == role)
