@@ -91,8 +91,8 @@ void DraftCache::push(Live& r, const Token* tokens, int64_t n, bool response) {
   }
 }
 
+// Levels and estimator have nothing in common that changes: each is a task of its own.
 void DraftCache::index() {
-  if (runs_.empty()) return;
   size_t tokens = 0;
   bool response = false;
   for (Run& run : runs_) {
@@ -104,15 +104,26 @@ void DraftCache::index() {
     tokens += size_t(run.tokens);
     response |= run.response;
   }
-  if (!response || options_.strict_isolation) {
-    index(options_.strict_isolation ? 1 : 0);
+  int task[kSources + 1], tasks = 0;  // the longest first
+  if (options_.strict_isolation) {
+    if (!runs_.empty()) task[tasks++] = 1;
   } else {
-    parallel_for(kSources, 1, tokens < kFewTokens ? 1 : threads_, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; i++) index(kSources - 1 - int(i));  // the largest first
-    });
+    if (!runs_.empty()) task[tasks++] = 0;
+    for (int level = kSources - 1; response && level > 0; level--) task[tasks++] = level;
   }
+  if (!verified_.empty()) task[tasks++] = kLearn;
+  parallel_for(tasks, 1, tokens < kFewTokens ? 1 : threads_, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++) {
+      if (task[i] != kLearn) {
+        index(task[i]);
+      } else {
+        for (const Verified& v : verified_) learn(*v.live, v.tokens, v.n);
+      }
+    }
+  });
   runs_.clear();
   said_.clear();
+  verified_.clear();
 }
 
 void DraftCache::index(int level) {
@@ -142,7 +153,7 @@ void DraftCache::extend(const int64_t* requests, int64_t n, const Token* tokens,
   for (int64_t i = 0; i < n; i++) {
     Live& r = live_.at(requests[i]);
     const int64_t own = offsets[i + 1] - offsets[i];
-    learn(r, tokens + offsets[i], own);
+    verified_.push_back({&r, tokens + offsets[i], own});
     push(r, tokens + offsets[i], own, true);
   }
   index();

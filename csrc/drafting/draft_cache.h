@@ -163,6 +163,13 @@ class DraftCache {
     int32_t held = 0;  // tokens of context before the first
     size_t said = 0;   // in said_: the run and its context, newest first
   };
+  // New tokens of a request, from which the estimator has not learned yet.
+  struct Verified {
+    Live* live;
+    const Token* tokens;
+    int64_t n;
+  };
+  static constexpr int kLearn = -1;
   void push(Live& r, const Token* tokens, int64_t n, bool response);
   void index();
   void index(int level);
@@ -232,6 +239,7 @@ class DraftCache {
   void forget_prompt_end(Response& r);
   int threads_ = 1;
   std::vector<Run> runs_;
+  std::vector<Verified> verified_;
   std::vector<Token> said_;
   Expansion expansion_;
   std::vector<Chain> chains_;
