@@ -1,4 +1,4 @@
-"""vLLM's OpenAI server on SmolLM2, as a user starts it, for tests."""
+"""vLLM's OpenAI server as a user starts it, for tests: SmolLM2, or another model."""
 
 from __future__ import annotations
 
@@ -19,22 +19,34 @@ import vllm_support
 ROOT = Path(__file__).resolve().parents[1]
 
 
+GATE = ("--worker-extension-cls", "speceyes_kernels.vllm.GateWorker")
+GATE += ("--middleware", "speceyes_kernels.vllm.GateMiddleware")
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
 class Server:
-    def __init__(self, log: Path, *flags: str) -> None:
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            self.port = s.getsockname()[1]
+    """Serves once :meth:`wait` is through; :meth:`stop` is the caller's to call."""
+
+    def __init__(
+        self, log: Path, *flags: str, model: str | None = None, name: str = "smol", gate: bool = True, port: int = 0
+    ) -> None:
+        self.port = port or free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
         env = {**os.environ, **vllm_support.ENV, "PYTHONPATH": str(ROOT)}
         env.pop("VLLM_ENABLE_V1_MULTIPROCESSING")
-        with log.open("w") as stream:
+        with log.open("a") as stream:
             self.process = subprocess.Popen(
                 [
-                    sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", vllm_support.model_path(),
-                    "--served-model-name", "smol", "--dtype", "float32", "--enforce-eager", "--max-model-len", "256",
+                    sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model",
+                    model or vllm_support.model_path(), "--served-model-name", name, "--dtype", "float32", "--enforce-eager", "--max-model-len", "256",
                     "--max-num-seqs", "8", "--host", "127.0.0.1", "--port", str(self.port),
-                    "--worker-extension-cls", "speceyes_kernels.vllm.GateWorker",
-                    "--middleware", "speceyes_kernels.vllm.GateMiddleware", *flags,
+                    *(GATE if gate else ()), *flags,
                 ],
                 stdout=stream, stderr=subprocess.STDOUT, env=env, start_new_session=True,
             )  # fmt: skip
@@ -72,9 +84,16 @@ class Server:
         assert events[-1] == "[DONE]"
         return [json.loads(e) for e in events[:-1]]
 
+    def kill(self) -> None:
+        """At once, and whatever it began."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
     def stop(self) -> None:
+        if self.process.poll() is not None:
+            return
         os.killpg(self.process.pid, signal.SIGTERM)
         try:
             self.process.wait(30)
         except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, signal.SIGKILL)
+            self.kill()
