@@ -16,7 +16,8 @@ ROOT = Path(__file__).resolve().parent.parent
 #: Files of a minute or more. They go first, so that no process is left alone with one of them at the end.
 LONGEST = ("test_vllm_proposer_engine", "test_cache_file", "test_context_forest", "test_separability_simt_faults",
            "test_vllm_engine", "test_build", "test_collect_env", "test_separability_triton", "test_separability_simt",
-           "test_orchestrator_local", "test_benchmark_models")  # fmt: skip
+           "test_orchestrator_local", "test_benchmark_models", "test_orchestrator_real_engines",
+           "test_serving_load", "test_draft_cache_fuzz")  # fmt: skip
 
 
 def pytest_configure() -> None:

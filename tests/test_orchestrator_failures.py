@@ -14,6 +14,8 @@ from funnel_cases import GONE, Loop, engines, phase_of, queries, run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from speceyes_kernels.orchestrator.engines.breaker import BreakerSettings
+from speceyes_kernels.orchestrator.engines.pool import EnginePool, RetrySettings
 from speceyes_kernels.orchestrator.funnel import Funnel
 from speceyes_kernels.orchestrator.settings import FunnelSettings
 from speceyes_kernels.orchestrator.types import Query
@@ -40,6 +42,21 @@ def test_failures_lead_to_the_slow_loop(faults, route):
     assert out["q0"].trail.route == route and out["q0"].status == "ok"
     assert any(s.error for s in out["q0"].trail.steps) == (route == "loop:error")
     assert (out["q1"].trail.route, out["q1"].text) == ("draft", "draft q1")
+
+
+def test_without_the_small_engine_nobody_waits_for_it():
+    """Its pool would wait for it for 15 minutes; once its breaker is open the loop begins at once."""
+    asked = queries(20)
+    gone = {"draft": Scripted(raises=GONE, delay=0)}
+    large, small = engines(by_query={q.id: gone for q in asked})
+    small.healthy = False
+    retry = RetrySettings(attempts=9, base=0, total=900)
+    pool = EnginePool([small], retry=retry, breaker=BreakerSettings(3, pause=100))
+    out = run(large, pool, asked, in_flight=1, breakeven={"enabled": False})
+    assert {a.trail.route for _, a in out} == {"loop:error"} and all(a.status == "ok" for _, a in out)
+    assert len(small.calls) == 3
+    assert all("no replica is in order" in a.trail.steps[1].error for _, a in out[3:])
+    assert max(a.trail.total_s for _, a in out) < 20  # judge 1, loop 5 or more
 
 
 def test_a_failed_loop_is_tried_again_and_then_answered_as_an_error():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from dataclasses import replace
 
 import pytest
 import virtual_loop
@@ -128,6 +129,65 @@ def test_the_breaker_opens_asks_for_health_and_closes():
     # Three failures at 0 open it; health is asked after 1, then 2, 4, 5, 5, 5 more seconds; at 22 it is in order.
     assert checks == [1, 3, 7, 12, 17, 22] and when == 22
     assert len(a.calls) == 4 and reply.attempts == 4
+
+
+def test_calls_that_fail_together_are_one_failure():
+    """A server goes with twenty calls in work and is back at 2.5: it is asked after 1 and 2 more seconds, not 64."""
+    state = {"down": True}
+    a = replica("a", lambda _: Scripted(raises=DOWN, delay=0.5) if state["down"] else Scripted("back", 0), 20)
+    a.healthy = False
+    pool = EnginePool([a], retry=RetrySettings(attempts=9, base=0, total=1000), breaker=BreakerSettings(3, 1, 2, 60))
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        calls = [asyncio.ensure_future(pool.complete(request())) for _ in range(20)]
+        loop.call_later(2.5, lambda: (state.update(down=False), setattr(a, "healthy", True)))
+        await asyncio.gather(*calls)
+        return loop.time()
+
+    assert virtual_loop.run(main()) == 3.5
+    assert pool.breakers["a"].opened == 1
+
+
+def test_who_has_another_way_does_not_wait_for_a_breaker():
+    """Two failures open it for 10 s; a patient call waits for the health check then, an impatient one is told at once.
+    While another replica is in order, both go there, and a health check that hangs holds nobody up."""
+    state = {"down": True}
+    a = replica("a", lambda _: Scripted(raises=DOWN, delay=0) if state["down"] else Scripted("a", 0))
+    b = replica("b", always(Scripted("b", 0)))
+    quick = replace(request(), patient=False)
+    breaker = BreakerSettings(2, 10, 2, 60)
+    alone = EnginePool([a], retry=RetrySettings(attempts=9, base=0, total=1000), breaker=breaker)
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        seen = []
+
+        async def ask(pool, what):
+            try:
+                seen.append(((await pool.complete(what)).text, loop.time()))
+            except EngineUnavailable as error:
+                seen.append((str(error), loop.time()))
+
+        await ask(alone, quick)  # fails twice, then it is open
+        state["down"] = False
+        await ask(alone, quick)
+        await ask(alone, request())
+        state["down"] = True
+        both = EnginePool([a, b], retry=RetrySettings(attempts=9, base=0, total=1000), breaker=breaker)
+        for _ in range(8):
+            await ask(both, request("x"))
+        await asyncio.sleep(10)
+        health, a.health = a.health, lambda: asyncio.sleep(100)
+        await ask(both, request("x"))
+        await ask(both, quick)
+        a.health = health
+        await both.aclose()
+        return seen
+
+    seen = virtual_loop.run(main())
+    assert seen[:3] == [("down", 0), ("a: no replica is in order", 0), ("a", 10)]
+    assert seen[3:11] == [("b", 10)] * 8 and seen[11:] == [("b", 20)] * 2
 
 
 def test_a_replica_that_is_half_open_opens_at_its_first_failure():

@@ -27,7 +27,12 @@ from speceyes_kernels.orchestrator.types import Answer, Scores
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 EACH = 8  # questions a split
-FUNNEL: dict[str, Any] = {"in_flight": 8, "audit": {"share": 0.0}, "breakeven": {"enabled": False}, "gate": {"tau": 0.98}}
+FUNNEL: dict[str, Any] = {
+    "in_flight": 8,
+    "audit": {"share": 0.0},
+    "breakeven": {"enabled": False},
+    "gate": {"tau": 0.98},
+}
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from .audit import Auditor, chosen
 from .barrier import DRAFTED, JUDGED, Seat
 from .breakeven import BreakEven
 from .calibration.kinds import kind_of
-from .engines.base import Engine
+from .engines.base import Engine, Impatient
 from .errors import EngineClosed, EngineRefused, PictureError, RunLogError, SettingsError
 from .journal import Journal, LoopRecorder
 from .metrics import Metrics, metrics, watch
@@ -227,7 +227,7 @@ class Funnel:
             proposing = specreason(self.agent, cast(Engine, self.small), self.settings.wording.rate)
             return await self._loop(journal, "specreason", agent=proposing)
         if mode == "draft-only":
-            draft = await self._draft(journal, None)
+            draft = await self._draft(journal, None, cast(Engine, self.small))
             return self._failed(journal, "draft-only") if draft is None else self._drafted(journal, draft, "draft-only")
         if self.gate.abstains(query.kind or self.settings.kind, tau):
             return await self._loop(journal, "loop:abstain")
@@ -242,7 +242,7 @@ class Funnel:
         else:
             decision = await self._judge(journal)
             await journal.reach(JUDGED)
-            draft = await self._draft(journal, early) if decision == "no" else None
+            draft = await self._draft(journal, early, Impatient(cast(Engine, self.small))) if decision == "no" else None
             await journal.reach(DRAFTED)
         if decision != "no":
             return await self._loop(journal, "loop:judge" if decision == "tools" else "loop:error")
@@ -265,7 +265,8 @@ class Funnel:
         if past:
             journal.add(past[-1], known=True)
             return past[-1].decision
-        engine = self.large if self.settings.judge == "large" else cast(Engine, self.small)
+        # What only the small engine can't do now, the loop does; without the large one there is nothing to do but wait.
+        engine = self.large if self.settings.judge == "large" else Impatient(cast(Engine, self.small))
         start = journal.seconds
         try:
             reply = await engine.complete(judge_request(journal.query, self.settings))
@@ -276,9 +277,9 @@ class Funnel:
         journal.add(step)
         return step.decision
 
-    async def _draft(self, journal: Journal, early: float | None) -> Step | None:
+    async def _draft(self, journal: Journal, early: float | None, engine: Engine) -> Step | None:
         """The draft's step; None when it failed (noted)."""
-        step = await self._draft_step(journal, early)
+        step = await self._draft_step(journal, early, engine)
         if step is not None:
             self._note_draft(journal, step)
         return None if step is None or step.error else step
@@ -286,11 +287,11 @@ class Funnel:
     def _note_draft(self, journal: Journal, step: Step) -> None:
         journal.add(step, known=bool(journal.past("draft")))
 
-    async def _draft_step(self, journal: Journal, early: float | None) -> Step:
+    async def _draft_step(self, journal: Journal, early: float | None, engine: Engine) -> Step:
         past = journal.past("draft")
         if past:
             return past[-1]
-        engine, start = cast(Engine, self.small), journal.seconds
+        start = journal.seconds
         try:
             if self.settings.draft.depth:
                 return replace(await tool_draft(self.agent, journal.query, engine, self.settings), start_s=start)
@@ -304,7 +305,7 @@ class Funnel:
         draft: list[Step] = []
 
         async def write() -> None:
-            draft.append(await self._draft_step(journal, early))
+            draft.append(await self._draft_step(journal, early, Impatient(cast(Engine, self.small))))
 
         async with anyio.create_task_group() as group:
             group.start_soon(write)

@@ -206,6 +206,8 @@ class Request(Json):
         Seconds in service.
     max_pixels : int, optional
         Larger pictures are made smaller, keeping their shape.
+    patient : bool
+        Whether it waits for an engine that is known to be gone. False where there is another way to the answer.
     """
 
     turns: tuple[Turn, ...]
@@ -219,6 +221,7 @@ class Request(Json):
     affinity: str = ""
     timeout: float | None = None
     max_pixels: int | None = None
+    patient: bool = True
 
     def __post_init__(self) -> None:
         if not self.turns or not all(isinstance(t, Turn) for t in self.turns):

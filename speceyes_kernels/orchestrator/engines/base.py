@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 from ..types import Capabilities, Health, Reply, Request
@@ -47,3 +48,24 @@ class Engine(Protocol):
     async def aclose(self) -> None:
         """Aborts what is running and frees everything. May be called twice."""
         ...
+
+
+class Impatient:
+    """An engine for calls that nothing depends on: they don't wait for one that is known to be gone."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.name, self.model, self.concurrency = engine.name, engine.model, engine.concurrency
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._engine.capabilities
+
+    async def complete(self, request: Request) -> Reply:
+        return await self._engine.complete(replace(request, patient=False))
+
+    async def health(self) -> Health:
+        return await self._engine.health()
+
+    async def aclose(self) -> None:
+        await self._engine.aclose()

@@ -15,7 +15,7 @@ class BreakerSettings:
     failures: int = 5
     pause: float = 1.0
     growth: float = 2.0
-    longest: float = 60.0
+    longest: float = 10.0
 
 
 class Breaker:
@@ -48,12 +48,24 @@ class Breaker:
         self._half = False
 
     def failed(self, now: float) -> None:
+        """A call failed. One that was let through before it opened tells nothing new: when a server goes, all that it had in
+        work fail at once."""
+        if self.opened_until is not None:
+            return
         self._failures += 1
-        if self.opened_until is not None or self._failures >= self._settings.failures:
-            self.opened += self.opened_until is None and not self._half
+        if self._failures >= self._settings.failures:
+            self.opened += not self._half
             self._half = False
-            self.opened_until = now + self._pause
-            self._pause = min(self._pause * self._settings.growth, self._settings.longest)
+            self._wait(now)
+
+    def unhealthy(self, now: float) -> None:
+        """The health check failed: a longer pause."""
+        if self.opened_until is not None:
+            self._wait(now)
+
+    def _wait(self, now: float) -> None:
+        self.opened_until = now + self._pause
+        self._pause = min(self._pause * self._settings.growth, self._settings.longest)
 
     def healthy(self) -> None:
         """The health check passed: calls pass, and the first failure opens it again."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import math
 import random
 from collections.abc import Sequence
@@ -15,6 +16,8 @@ from ..errors import EngineBusy, EngineError, EngineTimeout, EngineUnavailable, 
 from ..types import Capabilities, Health, Reply, Request
 from .base import Engine
 from .breaker import Breaker, BreakerSettings
+
+logger = logging.getLogger("speceyes_kernels.orchestrator")
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class _Replica:
     breaker: Breaker
     in_flight: int = 0
     not_before: float = -math.inf  # as the server asked
-    checking: asyncio.Task[Health] | None = field(default=None)
+    checking: asyncio.Task[None] | None = field(default=None)
 
 
 class EnginePool:
@@ -147,35 +150,45 @@ class EnginePool:
     async def _choose(
         self, request: Request, tried: set[str], deadline: float, problem: EngineError | None
     ) -> _Replica:
-        """A replica that may be called now; waits for one until the deadline."""
+        """A replica that may be called now; waits for one until the deadline, or not at all for a breaker to close."""
         now = asyncio.get_running_loop().time
         while True:
-            await self._check_due()
+            checks = self._check_due()
             ready = [r for r in self._replicas if r.breaker.closed and r.not_before <= now()]
             fresh = [r for r in ready if r.engine.name not in tried]
             if ready:
                 return self._route(request.affinity, fresh or ready)
+            gone = not request.patient and not any(r.breaker.closed for r in self._replicas)
+            if gone or now() >= deadline:
+                raise problem or EngineUnavailable(f"{self.name}: no replica is in order", retryable=False)
+            if checks:
+                await asyncio.wait(checks, timeout=deadline - now(), return_when=asyncio.FIRST_COMPLETED)
+                continue
             soon = min(max(r.not_before, r.breaker.opened_until or -math.inf) for r in self._replicas)
             if soon >= deadline:
                 raise problem or EngineUnavailable(f"{self.name}: no replica is in order", retryable=False)
             await asyncio.sleep(max(0.0, soon - now()))
 
-    async def _check_due(self) -> None:
-        """Health checks of the open breakers whose pause is over; one at a time each, shared by all who wait."""
-        now = asyncio.get_running_loop().time
+    def _check_due(self) -> list[asyncio.Task[None]]:
+        """Health checks of the open breakers whose pause is over, one at a time each."""
+        loop = asyncio.get_running_loop()
         for replica in self._replicas:
-            if not replica.breaker.due(now()):
-                continue
-            if replica.checking is None:
-                replica.checking = asyncio.get_running_loop().create_task(replica.engine.health())
-            task = replica.checking
-            health = await asyncio.shield(task)
-            if replica.checking is task:
-                replica.checking = None
-                if health.ok:
-                    replica.breaker.healthy()
-                else:
-                    replica.breaker.failed(now())
+            if replica.checking is None and replica.breaker.due(loop.time()):
+                replica.checking = loop.create_task(self._check(replica))
+        return [r.checking for r in self._replicas if r.checking is not None]
+
+    async def _check(self, replica: _Replica) -> None:
+        try:
+            well = (await replica.engine.health()).ok
+        except Exception:
+            logger.exception("%s: its health check failed", replica.engine.name)
+            well = False
+        finally:
+            replica.checking = None
+        if well:
+            replica.breaker.healthy()
+        else:
+            replica.breaker.unhealthy(asyncio.get_running_loop().time())
 
     def _route(self, affinity: str, among: list[_Replica]) -> _Replica:
         if not affinity:
