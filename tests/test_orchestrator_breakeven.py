@@ -42,6 +42,22 @@ def test_where_it_pauses(accepted, how, paused):
     assert fed(accepted, **how).paused is paused
 
 
+@pytest.mark.parametrize(
+    ("error", "paused"), [("EngineUnavailable: S: gone", False), ("EngineTimeout: S: no answer within 300 s", True)]
+)
+def test_an_engine_that_is_gone_is_no_reason(error, paused):
+    """A slow one is. Nor does such a query count as a probe: 49 others are one too few."""
+    watch = fed(26)
+    failed = Trail((Step("judge", service_s=1.0), Step("draft", service_s=2.0, error=error), Step("loop", service_s=10.0)), "loop:error")
+    for _ in range(200):
+        watch.add(None, Answer("q", "", failed))
+    assert watch.paused is paused
+    watch = fed(0)
+    for i in range(98):
+        watch.add(None, answer("draft") if i % 2 else Answer("q", "", failed))
+    assert watch.paused is not paused
+
+
 def test_not_before_there_are_enough():
     assert not fed(0, of=49).paused and fed(0, of=50).paused
 

@@ -17,6 +17,7 @@ logger = logging.getLogger("speceyes_kernels.orchestrator")
 
 _SPECULATED = ("draft", "loop:judge", "loop:gate", "loop:error")
 _LEAST_AUDITS = 5
+_GONE = ("EngineUnavailable", "EngineClosed")  # what errors of steps begin with
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,8 @@ class BreakEven:
     Over a window of judged queries, ``share`` of which were accepted: speculation is paused when ``share * L < C``, L
     the loop's seconds that an accepted query would have cost, C the mean seconds before the gate. L is the window's
     loops' mean, times the ratio of audited to other loops once there are five audits. While paused, every
-    ``probe_every``-th query speculates; it goes on when ``probes`` of them give a gain of ``resume_at``.
+    ``probe_every``-th query speculates; it goes on when ``probes`` of them give a gain of ``resume_at``. A query whose judge
+    or small engine was gone tells nothing about speculation and is left out: an outage would pause it for long after.
 
     Attributes
     ----------
@@ -60,7 +62,7 @@ class BreakEven:
     def add(self, query: Query | None, answer: Answer) -> None:
         """An observer of the funnel."""
         trail = answer.trail
-        if trail.route not in _SPECULATED:
+        if trail.route not in _SPECULATED or any(_gone(s) for s in trail.steps):
             return
         loop = [_seconds(s) for s in trail.steps if s.phase not in ("judge", "draft", "gate")]
         before = sum(_seconds(s) for s in trail.steps if s.phase in ("judge", "draft")) + trail.wasted.service_s
@@ -122,6 +124,10 @@ class _Mean:
     @property
     def value(self) -> float | None:
         return self._sum / self.count if self.count else None
+
+
+def _gone(step: Step) -> bool:
+    return step.phase in ("judge", "draft") and step.error is not None and step.error.startswith(_GONE)
 
 
 def _seconds(step: Step) -> float:
