@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import hmac
 import json
+import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Mapping
@@ -13,10 +14,10 @@ from typing import Any
 
 import anyio
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from ..engines.tracing import TRACE_HEADERS
 from ..errors import SettingsError
@@ -25,9 +26,11 @@ from ..settings import ServeSettings
 from ..types import Answer
 from .admission import Admission, Place
 from .chat import ChatRequest, Reply, Unfetched, chunk, parse
-from .errors import HttpError
+from .errors import COME_BACK, HttpError
 from .fetch import Fetcher, FetchError
 from .metrics import CONTENT_TYPE, ServerMetrics
+
+logger = logging.getLogger("speceyes_kernels.orchestrator")
 
 _HEALTH_TIMEOUT = 5.0
 
@@ -72,6 +75,8 @@ class Server:
                     if size > limit:
                         raise too_large
                     parts.append(part)
+        except ClientDisconnect:
+            raise Gone from None
         except TimeoutError:
             raise HttpError(408, f"body: not all of it came within {self.settings.read_timeout:g} s") from None
         return b"".join(parts)
@@ -130,6 +135,7 @@ class Server:
 
     # ---- routes ------------------------------------------------------------------------------------------------------
     async def chat(self, request: Request) -> Response:
+        response: Response
         try:
             self.check_key(request)
             body = await self.body(request)
@@ -141,14 +147,15 @@ class Server:
             reply = Reply.of(chat, answer, self.settings.model_name)
             if reply.failure is not None:
                 raise reply.failure
+            response = JSONResponse(reply.response())
         except Gone:
-            self.metrics.requests.labels("499").inc()
-            return Response(status_code=499)
+            response = Response(status_code=499)
         except HttpError as error:
-            self.metrics.requests.labels(str(error.status)).inc()
-            return JSONResponse(error.body(), error.status, error.headers)
-        self.metrics.requests.labels("200").inc()
-        return JSONResponse(reply.response())
+            response = JSONResponse(error.body(), error.status, error.headers)
+        except Exception:
+            response = JSONResponse(unforeseen().body(), 500)
+        self.metrics.requests.labels(str(response.status_code)).inc()
+        return response
 
     async def models(self, request: Request) -> Response:
         try:
@@ -216,13 +223,20 @@ async def first(work: Any, receive: Receive, cut: asyncio.Event, limit: float) -
             raise Gone
         if tasks[2] in done:
             raise HttpError(
-                503, "the server was shut down before the answer was there; ask another one", code="draining"
-            )
+                503, "the server was shut down before the answer was there; ask another one", code="draining",
+                retry_after=COME_BACK,
+            )  # fmt: skip
         raise HttpError(504, f"no answer within {limit:g} s", code="timeout")
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)  # the engines' aborts are through
+
+
+def unforeseen() -> HttpError:
+    """What a client is told of the exception that is being handled; the log has it."""
+    logger.exception("a request failed within the server")
+    return HttpError(500, "the server failed on this request; its log says how", code="internal_error")
 
 
 async def _disconnected(receive: Receive) -> None:
@@ -245,11 +259,11 @@ class EventStream(Response):
     async def _stream(self, receive: Receive, send: Send) -> None:
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store"),
                    (b"x-accel-buffering", b"no")]  # fmt: skip
-        status = "200"
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        status, failed = "200", None
         model = self.server.settings.model_name
         alive = asyncio.ensure_future(self._keep_alive(send))
         try:
+            await _send(send, {"type": "http.response.start", "status": 200, "headers": headers})
             await _event(send, chunk(self.id, model, self.created, {"role": "assistant", "content": ""}))
             answer = await self.server.answer(self.chat, self.place, receive, self.asked)
             await _stop(alive)
@@ -259,16 +273,19 @@ class EventStream(Response):
             for event in reply.chunks():
                 await _event(send, event)
         except Gone:
-            self.server.metrics.requests.labels("499").inc()
-            return
+            status = "499"
         except HttpError as error:
-            status = str(error.status)
-            await _stop(alive)
-            await _event(send, error.body())
+            status, failed = str(error.status), error
+        except Exception:
+            status, failed = "500", unforeseen()
         finally:
             await _stop(alive)
         self.server.metrics.requests.labels(status).inc()
-        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+        with contextlib.suppress(Gone):
+            if failed is not None:
+                await _event(send, failed.body())
+            if status != "499":
+                await _send(send, {"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
 
     async def _keep_alive(self, send: Send) -> None:
         while True:
@@ -277,9 +294,15 @@ class EventStream(Response):
 
 
 async def _event(send: Send, data: Any) -> None:
-    await send(
-        {"type": "http.response.body", "body": b"data: " + json.dumps(data).encode() + b"\n\n", "more_body": True}
-    )
+    text = b"data: " + json.dumps(data).encode() + b"\n\n"
+    await _send(send, {"type": "http.response.body", "body": text, "more_body": True})
+
+
+async def _send(send: Send, message: Message) -> None:
+    try:
+        await send(message)
+    except OSError:  # how some servers say that nobody listens
+        raise Gone from None
 
 
 async def _stop(task: Awaitable[Any]) -> None:

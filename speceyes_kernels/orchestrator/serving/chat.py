@@ -13,7 +13,7 @@ from ..errors import PictureError
 from ..images import Picture
 from ..settings import Mode, ServeSettings
 from ..types import KINDS, Answer, Kind, Query, Role, Step, Turn
-from .errors import HttpError, status_of
+from .errors import COME_BACK, HttpError, status_of
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _READ = {"model", "messages", "stream", "stream_options", "speceyes"}
@@ -256,7 +256,8 @@ class Reply:
         if answer.status == "ok" or answer.text:
             return None
         error = answer.error or "failed"
-        return HttpError(status_of(error), error, code=answer.trail.route)
+        status = status_of(error)
+        return HttpError(status, error, code=answer.trail.route, retry_after=COME_BACK if status == 503 else None)
 
     @property
     def usage(self) -> dict[str, int]:

@@ -13,6 +13,8 @@ ENGINE_STATUS = {
     "EngineRefused": 400,
     "PictureError": 400,
 }
+#: Seconds after which to ask again where it is not known how long an engine or a server will be away.
+COME_BACK = 5
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -20,6 +22,7 @@ _TYPES = {
     408: "timeout_error",
     413: "invalid_request_error",
     429: "rate_limit_error",
+    500: "server_error",
     503: "service_unavailable_error",
     504: "timeout_error",
 }
