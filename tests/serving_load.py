@@ -77,8 +77,8 @@ def judged(asked: str, began: float, ended: float, response: httpx.Response) -> 
         problem = f"HTTP {status}: {response.text[:120]!r}"
     elif not isinstance(error, dict) or not error.get("message") or error.get("type") != CLEAR[status]:
         problem = f"HTTP {status} without OpenAI's error object: {response.text[:80]!r}"
-    elif status == 429 and not re.fullmatch(r"[1-9]\d*", response.headers.get("retry-after", "")):
-        problem = "HTTP 429 without Retry-After"
+    elif status in (429, 503) and not re.fullmatch(r"[1-9]\d*", response.headers.get("retry-after", "")):
+        problem = f"HTTP {status} without Retry-After"
     else:
         problem = ""
     return Outcome(asked, began, ended, status, problem=problem)
