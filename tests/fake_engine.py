@@ -58,6 +58,12 @@ class FakeEngine:
     running: int = 0
     peak: int = 0
     closed: int = 0
+    forgets: bool = True
+    emptied: int = 0
+
+    async def empty_caches(self) -> bool:
+        self.emptied += self.forgets
+        return self.forgets
     limiter: Limiter | None = None
 
     async def complete(self, request: Request) -> Reply:

@@ -47,9 +47,10 @@ async def scenario(settings: dict[str, Any], questions: Path, output: Path) -> d
         after = await small.complete(Request(turns, max_tokens=4, score=ScoreRequest()))
         left = (await started["small"].collective_rpc("speceyes_take_all"))[0]
         stats = (await started["small"].collective_rpc("speceyes_stats"))[0]
+        emptied = await small.empty_caches()
         await small.aclose()
         return {
-            "figures": figures, "running": small._limiter.running, "after": after.to_json(), "left": len(left), "stats": stats,
+            "figures": figures, "running": small._limiter.running, "after": after.to_json(), "left": len(left), "emptied": emptied, "stats": stats,
             "cancelled": sum(isinstance(end, asyncio.CancelledError) for end in ends),
             "failed": [repr(end) for end in ends if isinstance(end, Exception)],
         }  # fmt: skip

@@ -143,6 +143,25 @@ def test_the_modes_table_is_the_one_computed_by_hand(data, tmp_path):
     assert lines["funnel"].mean.speedup == pytest.approx(np.mean([by_hand(range(h, 40, 2))[1] for h in (0, 1)]))
 
 
+def test_caches_are_emptied_between_runs_or_it_is_said(data, tmp_path):
+    made = engines()
+    opened = {}
+
+    def forgetting(settings, gate):
+        engine = made(settings, gate)
+        engine.forgets = gate  # the small one's can be emptied
+        opened[gate] = engine
+        return engine
+
+    report = run(settings_of(), request(data, tmp_path / "out"), forgetting)
+    assert opened[True].emptied == 4 and opened[False].emptied == 0
+    said = [note for note in report.notes if "caches" in note]
+    assert len(said) == 1 and said[0].startswith(f"{opened[False].name}: ") and "base, draft-only, funnel, tools-off" in said[0]
+    assert not [note for note in run(settings_of(), request(data, tmp_path / "all"), engines()).notes if "caches" in note]
+    again = run(None, request(data, tmp_path / "out", read=True), engines())
+    assert [note for note in again.notes if "caches" in note] == said  # it is kept with the runs
+
+
 def test_wilson_by_hand():
     rows = [Row(f"{i}", "s", "text", f"p{i}", i < 9, False, "base", 1.0, 1.0) for i in range(10)]
     got = tables.cell("s", rows, None)

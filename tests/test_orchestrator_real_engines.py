@@ -152,4 +152,4 @@ def test_async_engines(tmp_path, questions, want, vllm_env) -> None:
     assert found["figures"]["errors"] == 0
     # Cancelled calls gave their slots back, and the gate keeps nothing of them.
     assert found["cancelled"] >= 8 and not found["failed"] and found["running"] == 0
-    assert found["after"]["scores"]["values"] and found["left"] == 0
+    assert found["after"]["scores"]["values"] and found["left"] == 0 and found["emptied"]

@@ -50,6 +50,13 @@ class Engine(Protocol):
         ...
 
 
+async def empty_caches(engine: Engine) -> bool:
+    """Lets an engine that can forget the prefixes and pictures it has seen; False where it can't. Only while nothing is in
+    service."""
+    own = getattr(engine, "empty_caches", None)
+    return own is not None and bool(await own())
+
+
 class Impatient:
     """An engine for calls that nothing depends on: they don't wait for one that is known to be gone."""
 

@@ -110,6 +110,14 @@ class LocalEngine:
             raise ScoreError(f"{self.name}: expected the gate's flags or max_logprobs >= {score.k}, found neither")
         return k
 
+    async def empty_caches(self) -> bool:
+        """See :func:`~.base.empty_caches`."""
+        try:
+            return await self._core.empty_caches()
+        except Exception:  # vLLM passes a worker's error on as it likes
+            logger.warning("%s: its caches could not be emptied", self.name, exc_info=True)
+            return False
+
     async def health(self) -> Health:
         if self._closed:
             return Health(False, "closed")
@@ -179,6 +187,13 @@ class _Threaded:
 
     async def has_gate(self) -> bool:
         return await self._on_thread(lambda: _answers(lambda: self._llm.collective_rpc("speceyes_stats")))
+
+    async def empty_caches(self) -> bool:
+        def empty() -> bool:
+            self._llm.reset_mm_cache()
+            return bool(self._llm.reset_prefix_cache())
+
+        return bool(await self._on_thread(empty))
 
     async def _on_thread(self, call: Callable[[], Any]) -> Any:
         loop = asyncio.get_running_loop()
@@ -298,6 +313,10 @@ class _Async:
         except Exception:  # vLLM passes a worker's error on as it likes
             return False
         return True
+
+    async def empty_caches(self) -> bool:
+        await self._engine.reset_mm_cache()
+        return bool(await self._engine.reset_prefix_cache())
 
     async def generate(self, prompt: Any, params: Any, scored: bool) -> tuple[Any, Any, float | None]:
         from ...vllm import attach_scores_async

@@ -14,7 +14,7 @@ import anyio
 
 from ..errors import EngineBusy, EngineError, EngineTimeout, EngineUnavailable, SettingsError
 from ..types import Capabilities, Health, Reply, Request
-from .base import Engine
+from .base import Engine, empty_caches
 from .breaker import Breaker, BreakerSettings
 
 logger = logging.getLogger("speceyes_kernels.orchestrator")
@@ -202,6 +202,10 @@ class EnginePool:
         found = await asyncio.gather(*(r.engine.health() for r in self._replicas))
         ill = [f"{r.engine.name}: {h.detail}" for r, h in zip(self._replicas, found, strict=True) if not h.ok]
         return Health(len(ill) < len(found), "; ".join(ill))
+
+    async def empty_caches(self) -> bool:
+        """See :func:`~.base.empty_caches`: of every replica."""
+        return all([await empty_caches(r.engine) for r in self._replicas])
 
     async def aclose(self) -> None:
         checks = [r.checking for r in self._replicas if r.checking is not None]

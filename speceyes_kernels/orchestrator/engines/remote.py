@@ -248,6 +248,18 @@ class RemoteEngine:
             response.status_code == 200, "" if response.status_code == 200 else f"HTTP {response.status_code}"
         )
 
+    async def empty_caches(self) -> bool:
+        """See :func:`~.base.empty_caches`. vLLM's server offers it with ``VLLM_SERVER_DEV_MODE=1`` only."""
+        try:
+            with anyio.fail_after(30):
+                for what in ("mm", "prefix"):
+                    response = await self._client.post(f"{self._base}/reset_{what}_cache")
+                    if response.status_code != 200:
+                        return False
+        except (httpx.HTTPError, TimeoutError):
+            return False
+        return True
+
     async def aclose(self) -> None:
         self._closed = True
         await self._client.aclose()

@@ -90,6 +90,15 @@ async def evaluate(
         artifact = artifact or used
         queries = _unseen(queries, used, request, notes)
     runs = await _graded(folders, queries, request, notes, engines)
+    kept: dict[str, list[str]] = {}
+    for name, run in runs.items():
+        for engine in run.kept_caches:
+            kept.setdefault(engine, []).append(name)
+    for engine, names in sorted(kept.items()):
+        notes.append(
+            f"{engine}: its caches of prefixes and pictures could not be emptied before {', '.join(sorted(names))}: a later run over the "
+            "same questions may be quicker than it would be alone (vLLM's server empties them with VLLM_SERVER_DEV_MODE=1)."
+        )
     data = {
         "name": request.data.name, "layout": layout, "rows": len(queries),
         "options": "in the file's order" if request.seed is None or layout == "hrbench" else f"shuffled by seed {request.seed}",

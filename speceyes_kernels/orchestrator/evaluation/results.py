@@ -82,6 +82,8 @@ class Run:
         Replayed: recomputed from stored scores, its seconds summed from other runs.
     wall_s : float or None
         Wall-clock seconds; None when it was interrupted or replayed.
+    kept_caches : tuple of str
+        Engines that still had what earlier runs had asked, as far as is known.
     """
 
     name: str
@@ -91,6 +93,7 @@ class Run:
     models: Mapping[str, Any] = field(default_factory=dict)
     how: str = "run"
     wall_s: float | None = None
+    kept_caches: tuple[str, ...] = ()
 
 
 async def by_rule(query: Query, answer: Answer) -> bool:
@@ -133,7 +136,7 @@ async def read_run(folder: str | Path, queries: Sequence[Query], *, name: str = 
             )
         rows.append(await _row(query, answer, grader, query.kind or settings.get("kind")))
     mode = settings.get("mode", "funnel")
-    return Run(name or mode, mode, tuple(rows), settings, header.get("models", {}), wall_s=_wall(folder))
+    return Run(name or mode, mode, tuple(rows), settings, header.get("models", {}), "run", *_wall(folder))
 
 
 def _answers(folder: Path) -> tuple[Mapping[str, Any], dict[str, tuple[str | None, Answer]]]:
@@ -147,11 +150,12 @@ def _answers(folder: Path) -> tuple[Mapping[str, Any], dict[str, tuple[str | Non
     return log.header, answers
 
 
-def _wall(folder: Path) -> float | None:
+def _wall(folder: Path) -> tuple[float | None, tuple[str, ...]]:
     try:
-        return float(json.loads((folder / WALL).read_text())["seconds"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+        found = json.loads((folder / WALL).read_text())
+        return float(found["seconds"]), tuple(map(str, found.get("kept_caches", ())))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None, ()
 
 
 def seconds_of(steps: Sequence[Step]) -> float:

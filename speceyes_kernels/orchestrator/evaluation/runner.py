@@ -13,7 +13,7 @@ from typing import Any
 from ... import __version__
 from ..batch import answer_all
 from ..config import header
-from ..engines.base import Engine
+from ..engines.base import Engine, empty_caches
 from ..engines.build import build_engine
 from ..errors import SettingsError
 from ..runlog import LOG, RunLog
@@ -156,10 +156,12 @@ async def run_plan(
                 small = None if settings.small is None else engine(settings.small, True)
                 wall = output / RUNS / name / WALL
                 wall.unlink(missing_ok=True)
+                # What a run has asked must not make the next one quicker.
+                kept = [e.name for e in (large, small) if e is not None and not await empty_caches(e)]
                 began = time.monotonic()
                 await answer_all(settings, list(queries), log, large, small, quiet)
                 if fresh:
-                    wall.write_text(json.dumps({"seconds": time.monotonic() - began}))
+                    wall.write_text(json.dumps({"seconds": time.monotonic() - began, "kept_caches": kept}))
             finally:
                 if log.broken is None:
                     await log.aclose()
