@@ -46,7 +46,7 @@ speceyes_answer_errors_total 1.0
 FOUND = [
     Outcome("q1", 0, 1, 200, "a", "draft", "red"),
     Outcome("q2", 0, 1, 200, "b", "draft", "red"),
-    Outcome("q3", 0, 1, 503),
+    Outcome("q3", 0, 1, 503, route="loop:error"),
 ]
 
 
@@ -59,6 +59,8 @@ FOUND = [
         ([FOUND[0], replace(FOUND[1], id="a"), FOUND[2]], PAGE, "given twice"),
         ([replace(FOUND[0], route="loop:gate"), *FOUND[1:]], PAGE, "the server knows of 0"),
         (FOUND, PAGE.replace('{route="draft"} 2', '{route="draft"} 4'), "answers came"),  # answered for nobody
+        (FOUND, PAGE.replace('{route="draft"} 2', '{route="draft"} 3'), "answers came"),  # one error cannot hide it
+        (FOUND, PAGE.replace('{route="loop:error"} 1', '{route="loop:error"} 0'), "came by loop:error"),
         ([*FOUND[:2], replace(FOUND[2], problem="HTTP 500")], PAGE, "HTTP 500"),
         (FOUND, PAGE.replace("running 0", "running 1"), "running is not 0"),
     ],
@@ -197,6 +199,9 @@ def check(got: dict[str, Any], queries: list[Query], code: int, clients: int) ->
     late = statistics.median(mb for x, (_, mb) in zip(at, sampled.rss_mb, strict=True) if x > 0.9)
     assert late < 1.1 * early + 16, (early, late)
     assert max(sampled.files) < 4 * clients + 200 and max(sampled.threads) < 80
+    for counts in (sampled.files, sampled.threads):
+        before = statistics.median(n for x, n in zip(at, counts, strict=True) if 0.1 < x < 0.5)
+        assert statistics.median(n for x, n in zip(at, counts, strict=True) if x > 0.9) <= 1.1 * before + 16, counts
     print(
         f"{len(found)} requests of {clients} clients in {max(o.ended for o in found) - marks['begin']:.0f} s: "
         f"{dict(Counter(o.status for o in found))}, {dict(Counter(o.route for o in answered))}; {right / len(answered):.1%} "
