@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import sys
 from pathlib import Path
@@ -21,7 +20,7 @@ async def scenario(settings: dict[str, Any], questions: Path, output: Path) -> d
     from speceyes_kernels.orchestrator.engines.build import GATE_FLAGS
     from speceyes_kernels.orchestrator.engines.local import LocalEngine
     from speceyes_kernels.orchestrator.settings import SpeceyesSettings
-    from speceyes_kernels.orchestrator.types import Request, ScoreRequest, Turn
+    from speceyes_kernels.orchestrator.types import Reply, Request, ScoreRequest, Turn
 
     started = {}
     for role in ("large", "small"):
@@ -37,20 +36,31 @@ async def scenario(settings: dict[str, Any], questions: Path, output: Path) -> d
         query = next(iter(load_questions(questions)))
         turns = (Turn("user", (*query.images, query.text)),)
         scored = Request(turns, max_tokens=512, score=ScoreRequest())
-        # More than the slots: once two are through, two are in the engine and the others wait.
-        tasks = [asyncio.ensure_future(small.complete(scored)) for _ in range(12)]
-        for first in itertools.islice(asyncio.as_completed(tasks), 2):
-            await first
-        for task in tasks:
-            task.cancel()
-        ends = await asyncio.gather(*tasks, return_exceptions=True)
+
+        async def stats() -> dict[str, int]:
+            return dict((await started["small"].collective_rpc("speceyes_stats"))[0])
+
+        # More than the slots, cancelled as soon as one of them is in the gate; until a cancelled one had been there.
+        cut, ends = 0, []
+        for _ in range(200):
+            before = await stats()
+            tasks = [asyncio.ensure_future(small.complete(scored)) for _ in range(6)]
+            while not (await stats())["active"] and not all(t.done() for t in tasks):
+                pass
+            for task in tasks:
+                task.cancel()
+            ended = await asyncio.gather(*tasks, return_exceptions=True)
+            ends += ended
+            answered = sum(isinstance(end, Reply) for end in ended)
+            cut = (await stats())["requests"] - before["requests"] - answered
+            if cut > 0:
+                break
         after = await small.complete(Request(turns, max_tokens=4, score=ScoreRequest()))
         left = (await started["small"].collective_rpc("speceyes_take_all"))[0]
-        stats = (await started["small"].collective_rpc("speceyes_stats"))[0]
         emptied = await small.empty_caches()
         await small.aclose()
         return {
-            "figures": figures, "running": small._limiter.running, "after": after.to_json(), "left": len(left), "emptied": emptied, "stats": stats,
+            "figures": figures, "running": small._limiter.running, "after": after.to_json(), "left": len(left), "emptied": emptied, "stats": await stats(), "cut": cut,
             "cancelled": sum(isinstance(end, asyncio.CancelledError) for end in ends),
             "failed": [repr(end) for end in ends if isinstance(end, Exception)],
         }  # fmt: skip

@@ -50,7 +50,7 @@ def want(tmp_path_factory: pytest.TempPathFactory, questions: Path, vllm_env: di
     assert figures["queries"] == 3 * EACH and figures["errors"] == 0
     found = answers(output)
     routes = [a.trail.route for a in found.values()]
-    assert {"draft", "loop:judge"} <= set(routes)  # else there would be little to compare
+    assert {"draft", "loop:judge", "loop:gate"} <= set(routes)  # else there would be little to compare
     assert any(s.tool for a in found.values() for s in a.trail.steps)
     return found
 
@@ -128,7 +128,7 @@ def test_a_replica_is_killed(tmp_path, questions, want, servers) -> None:
     async def counting(request: Any) -> Any:
         reply = await complete(request)
         calls[reply.replica] = calls.get(reply.replica, 0) + 1
-        if sum(calls.values()) == 4:
+        if reply.replica == servers["replica"].url:
             servers["replica"].kill()
         return reply
 
@@ -137,7 +137,8 @@ def test_a_replica_is_killed(tmp_path, questions, want, servers) -> None:
     assert figures["queries"] == 3 * EACH and figures["errors"] == 0
     found = answers(tmp_path / "run")
     check_same(found, want)
-    assert calls[servers["small"].url] > 4 and calls.get(servers["replica"].url, 0) >= 1
+    assert calls[servers["small"].url] > 4 and calls[servers["replica"].url] >= 1
+    assert any(s.attempts > 1 for a in found.values() for s in a.trail.steps)  # they were in work there, or went there
 
 
 def test_async_engines(tmp_path, questions, want, vllm_env) -> None:
@@ -151,5 +152,6 @@ def test_async_engines(tmp_path, questions, want, vllm_env) -> None:
     found = json.loads(out.read_text())
     assert found["figures"]["errors"] == 0
     # Cancelled calls gave their slots back, and the gate keeps nothing of them.
-    assert found["cancelled"] >= 8 and not found["failed"] and found["running"] == 0
+    assert found["cancelled"] >= 4 and not found["failed"] and found["running"] == 0
+    assert found["cut"] >= 1 and found["stats"]["active"] == found["stats"]["waiting"] == 0
     assert found["after"]["scores"]["values"] and found["left"] == 0 and found["emptied"]

@@ -330,18 +330,23 @@ class _Async:
                 raise EngineUnavailable("the engine ended the request without an answer")
             if scored:
                 await attach_scores_async(self._engine, [last])
-        except asyncio.CancelledError:
+        except BaseException as error:
             with anyio.CancelScope(shield=True):
-                await self._engine.abort(key)
-                if scored:
-                    await self._engine.collective_rpc("speceyes_take", args=([[key, 0, None]],))
-            raise
-        except EngineUnavailable:
-            raise
-        except Exception as error:
+                await self._drop(key, scored)
+            if not isinstance(error, Exception) or isinstance(error, EngineUnavailable):
+                raise
             kind = EngineUnavailable if self.problem is not None else EngineRefused
             raise kind(f"{type(error).__name__}: {error}") from error
         return last, getattr(last.outputs[0], "speceyes", None), None
+
+    async def _drop(self, key: str, scored: bool) -> None:
+        """Ends the request, if it runs, and takes its scores out of the gate."""
+        try:
+            await self._engine.abort(key)
+            if scored:
+                await self._engine.collective_rpc("speceyes_take", args=([[key, 0, None]],))
+        except Exception:  # a dead engine keeps nothing
+            logger.debug("a request could not be dropped", exc_info=True)
 
     async def aclose(self) -> None:
         pass  # each request's own call aborts it
