@@ -126,6 +126,25 @@ def test_money_where_every_price_is_given(tmp_path):
         _run(tmp_path / "x", folder, **small, **prices)
 
 
+def test_one_model_has_one_price(tmp_path, monkeypatch):
+    """Both roles by the same model: what it costs is the model's, whoever asks."""
+    made = funnel_cases.engines
+
+    def same(**how):
+        large, small = made(**how)
+        small.model = large.model
+        return large, small
+
+    monkeypatch.setattr(funnel_cases, "engines", same)
+    prices = {"large.prompt_price": 2, "large.output_price": 10, "small.prompt_price": 2, "small.output_price": 1}
+    small = {"small.model": "large", "small.urls": ["http://b:1"]}
+    folder = _questions(tmp_path)
+    with pytest.raises(SettingsError, match=r"small.output_price: expected large's \(2, 10\), got 2, 1: both are model 'large'"):
+        _run(tmp_path / "x", folder, **small, **prices)
+    figures, *_ = _run(tmp_path, folder, **small, **prices | {"small.output_price": 10})
+    assert figures["money"]["draft_s"] == pytest.approx((4 * 10 + 10 * 2) * 1e-6)
+
+
 def test_a_sandbox_that_cannot_isolate_ends_the_run_before_any_query(tmp_path, monkeypatch):
     async def check(self):
         raise SandboxUnavailable("no namespaces here")

@@ -139,7 +139,7 @@ def _prices(settings: SpeceyesSettings, large: Engine, small: Engine | None) -> 
     Raises
     ------
     SettingsError
-        Some are given and some are not.
+        Some are given and some are not; one model, by whose name tokens are counted, has two prices.
     """
     found: dict[str, Price] = {}
     keys: dict[str, float | None] = {}
@@ -147,7 +147,13 @@ def _prices(settings: SpeceyesSettings, large: Engine, small: Engine | None) -> 
         if section is not None and engine is not None:
             keys |= {f"{name}.prompt_price": section.prompt_price, f"{name}.output_price": section.output_price}
             if section.prompt_price is not None and section.output_price is not None:
-                found[engine.model] = Price(section.prompt_price, section.output_price)
+                price = Price(section.prompt_price, section.output_price)
+                if found.setdefault(engine.model, price) != price:
+                    raise SettingsError(
+                        f"{name}.prompt_price, {name}.output_price: expected large's ({found[engine.model].prompt:g}, "
+                        f"{found[engine.model].output:g}), got {price.prompt:g}, {price.output:g}: both are model {engine.model!r}; "
+                        "serve one of them under another name"
+                    )
     missing = [key for key, value in keys.items() if value is None]
     if missing and len(missing) < len(keys):
         raise SettingsError(f"{missing[0]}: expected a price, as {next(k for k, v in keys.items() if v is not None)} has one")
