@@ -237,3 +237,24 @@ def test_answers_and_thoughts_are_what_the_dialect_reads() -> None:
     read = parse_tagged(before_call(tag) + call(tag.box))
     assert isinstance(read, Call) and read.arguments == {"bbox_2d": list(tag.box)} and read.name == "image_zoom_in_tool"
     assert parse_tagged(after_call(tag, "left")) == Final("left")
+
+
+def test_the_commands_options_are_the_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from speceyes_kernels.benchmark import run as module
+    from speceyes_kernels.cli.benchmark import run
+
+    plans: list[Plan] = []
+
+    async def stop(plan: Plan, **_: Any) -> None:
+        plans.append(plan)
+        raise OSError("far enough")
+
+    monkeypatch.setattr(module, "measure", stop)
+    monkeypatch.setattr(pair, "configure", lambda: None)
+    given = {"output": tmp_path, "models": tmp_path / "m", "artifact": tmp_path / "a.json", "questions": 7, "in_flight": 3}
+    with pytest.raises(SystemExit, match="far enough"):
+        run(**given, calibration=0.5, epsilon=0.2, delta=0.3, modes="base,funnel", ablate="batch")
+    (plan,) = plans
+    assert {name: getattr(plan, name) for name in given} == given
+    assert (plan.epsilon, plan.delta, plan.modes, plan.ablations) == (0.2, 0.3, ("base", "funnel"), ("batch",))
+    assert plan.calibration == {split: max(1, round(n / 2)) for split, n in module.CALIBRATION.items()}

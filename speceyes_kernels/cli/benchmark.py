@@ -60,6 +60,9 @@ def run(
     models: Annotated[Path | None, typer.Option(help="Folder with small and large; default: the package's.")] = None,
     questions: Annotated[int, typer.Option(min=1, help="Of each split of the test part.")] = 320,
     calibration: Annotated[float, typer.Option(min=0.01, help="Times the full calibration part.")] = 1.0,
+    artifact: Annotated[
+        Path | None, typer.Option(help="Thresholds from before: nothing is calibrated, no guarantee is checked.")
+    ] = None,
     epsilon: Annotated[float, typer.Option(help="P(wrong | accepted) at most this, guaranteed.")] = 0.05,
     delta: Annotated[float, typer.Option(help="Probability that the guarantee fails.")] = 0.1,
     modes: Annotated[str, typer.Option(help="Modes to run.")] = "base,draft-only,tools-off,specreason,funnel",
@@ -80,7 +83,7 @@ def run(
     names = tuple(name for name in ablate.split(",") if name)
     try:
         plan = Plan(
-            output, models, questions, counts, epsilon=epsilon, delta=delta, modes=tuple(modes.split(",")), ablations=names,
+            output, models, questions, counts, epsilon=epsilon, delta=delta, artifact=artifact, modes=tuple(modes.split(",")), ablations=names,
             in_flight=in_flight,
         )  # fmt: skip
         measured = asyncio.run(measure(plan, say=typer.echo))
