@@ -18,7 +18,7 @@ def confidence(score: Tensor | float, alpha: float = 0.6, *, pool: Pool = "min")
     ``sigmoid(alpha * score)`` for the pools min, mean and bottom; the score itself for log; ``exp(score)`` for
     min_logprob, each held to [0, 1]. A float32 sigmoid saturates near 1: decide with :func:`accept`, which compares in score space.
     """
-    _check_alpha(alpha)
+    alpha = _check_alpha(alpha)
     (pool_id,) = _checks.check_pools((pool,))
     if isinstance(score, Tensor):
         _checks.check_scores(score)
@@ -33,7 +33,8 @@ def confidence(score: Tensor | float, alpha: float = 0.6, *, pool: Pool = "min")
         return min(max(score, 0.0), 1.0) if exact else math.exp(min(score, 0.0))
     if isinstance(score, Tensor):
         score = score.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
-        return torch.sigmoid(torch.where(score.isinf(), score, alpha * score))  # alpha may be 0 in float32
+        # alpha may be 0 or inf in float32
+        return torch.sigmoid(torch.where(score.isinf() | (score == 0), score, alpha * score))
     score = _as_score(score)
     if math.isnan(score):
         return 0.0
@@ -45,15 +46,16 @@ def _as_score(score: object) -> float:
     return _checks.as_number(score, "score", "a number or a tensor")
 
 
-def _check_alpha(alpha: float) -> None:
+def _check_alpha(alpha: float) -> float:
     alpha = _checks.as_number(alpha, "alpha", "a finite number > 0")
     if not 0.0 < alpha < math.inf:
         raise ValueError(f"alpha: expected a finite number > 0, got {alpha!r}")
+    return alpha
 
 
 def score_for_confidence(tau: float, alpha: float = 0.6) -> float:
     """The score whose confidence is ``tau``: ``log(tau / (1 - tau)) / alpha``; 0 and 1 give -inf and +inf."""
-    _check_alpha(alpha)
+    alpha = _check_alpha(alpha)
     tau = _checks.as_number(tau, "tau", "a confidence in [0, 1]")
     if not 0.0 <= tau <= 1.0:
         raise ValueError(f"tau: expected a confidence in [0, 1], got {tau!r}")

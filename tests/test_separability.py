@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from fractions import Fraction
 
 import pytest
 import torch
@@ -220,3 +221,12 @@ def test_converted_threshold_takes_the_same_decisions():
 def test_decision_errors(call, error, text):
     with pytest.raises(error, match=text):
         call()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
+def test_confidence_under_every_slope(dtype: torch.dtype) -> None:
+    """A slope past the dtype's range must not make 0 a NaN; a fraction is a number like any other."""
+    score = torch.tensor([-math.inf, 0.0, math.inf], dtype=dtype)
+    for alpha in (1e300, 1e-300, Fraction(3, 5)):
+        assert sk.confidence(score, alpha).tolist() == [0.0, 0.5, 1.0]
+    assert sk.score_for_confidence(0.98, Fraction(3, 5)) == sk.score_for_confidence(0.98, 0.6)
