@@ -191,6 +191,24 @@ def test_rows_that_leave_the_fast_sum(engine):
     check(engine.rows(x, 64), row_table(x, 64))
 
 
+def test_sums_of_huge_logits(engine):
+    """Up to 2^30 the fused sum's offset is rounded by little enough; beyond, floats are too far apart to need it."""
+    steps = torch.arange(1.0, 2.0, 1 / 16)
+    for dtype in (torch.float32, torch.bfloat16):
+        bases = torch.cat([steps * 2.0**e for e in (*range(20, 40), 60, 80, 98, 99, 100, 126)])
+        x = torch.cat([bases, -bases])[:, None].repeat(1, 5000).to(dtype)
+        x[1::2, 100] = x[1::2, 100].float().nextafter(torch.tensor(INF)).to(dtype)
+        check(engine.rows(x, 64), row_table(x, 64))
+        got, want = engine.rows(x, 64).records[:, 1], row_table(x, 64).logp
+        assert (got - want).abs().max() < 1e-5
+    # A finite mask under ordinary logits: whole chunks of it must not spoil the row.
+    for mask in (-2e19, -3e9, -1e30):
+        x = torch.linspace(-5, 5, 12288).repeat(2, 1)
+        x[:, 4096:8192] = mask
+        x[1, :4096] = mask
+        check(engine.rows(x, 64), row_table(x, 64))
+
+
 def test_every_float16_value(engine):
     """All 65,536 bit patterns are widened exactly, subnormals included."""
     bits = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16)

@@ -24,8 +24,9 @@ struct RowKernel {
   // How far an element may lie above the reference: x - ref is rounded to 24 bits, and what matters most must lose least.
   static constexpr float kHeadroom = 8.f;
 
-  // A reference of the sum. From 2^100 on, floats are so far apart that exp(x - ref) is 0 or 1.
-  SPECEYES_INLINE bool usable(float ref) { return __builtin_fabsf(ref) < 0x1p100f; }
+  // A reference of the sum. From 2^30 on, floats are so far apart (64) that exp(x - ref) is 0 or 1; below, rounding
+  // offset_of(ref) moves all exponents by 2^64 at most, which the sum bears.
+  SPECEYES_INLINE bool usable(float ref) { return __builtin_fabsf(ref) < 0x1p30f; }
 
   // Vectors I and up of a block: their maximum into m, their exp onto two sums.
   template <int I, class T>
