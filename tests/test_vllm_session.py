@@ -350,6 +350,19 @@ def test_early_rejection_waits_for_the_end_of_a_prefill_and_reaches_every_draft_
     assert (rows.argmax(1) == EOS).all()
 
 
+def test_early_rejection_of_drafts_waits_for_min_tokens() -> None:
+    """vLLM masks EOS in draft rows after the gate: a row that held nothing but EOS would be all -inf."""
+    batch, request = one({"k": K, "tau": 0.98, "reject_early": True}, min_tokens=4)
+    flat = torch.zeros(1, VOCAB)
+    batch.step(flat.clone(), [[5]])  # under tau at once
+    for known in range(1, 6):
+        rows = logits_for(2, seed=known)
+        batch.step(rows, [[5]], drafts=[1])
+        left = torch.isfinite(rows).sum(1).tolist()
+        assert left == ([VOCAB, VOCAB] if known < 4 else [1, 1]), known
+    assert len(request.output) == 6
+
+
 def test_invalid_logits_reject_and_disturb_no_neighbour() -> None:
     batch, _ = one()
     good = Request("2-00000002", params({"k": K}))

@@ -211,7 +211,9 @@ class GateSession(GateState):
             parts.append(_Part(plan, plan.page.pool.update(picked, slots, nothing), owner_t, offset_t, slots))
         if self._rejecting and starts is not None:
             for row, entry in self._forced():  # under speculation no logits processor sees every row
-                self._force(logits[starts[row] : starts[row + 1]], entry)
+                # vLLM masks EOS after this as long as min_tokens asks: nothing would be left to sample.
+                if len(entry.output) >= entry.min_tokens:
+                    self._force(logits[starts[row] : starts[row + 1]], entry)
         self.counters["steps"] += 1
         self.counters["rows"] += sum(int(p.records.shape[0]) for p in parts)
         return parts

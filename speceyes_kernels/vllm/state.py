@@ -18,7 +18,7 @@ class Entry:
     """One opted-in request."""
 
     __slots__ = (  # noqa: RUF023
-        "request_id", "options", "page", "slot", "output", "prompt_len", "max_tokens", "eos", "stops",
+        "request_id", "options", "page", "slot", "output", "prompt_len", "max_tokens", "min_tokens", "eos", "stops",
                  "records", "error", "rejected_at", "rejecting", "taken",
     )  # fmt: skip
 
@@ -30,6 +30,7 @@ class Entry:
         self.output = output  # V1: vLLM's live list, the tokens known so far
         self.prompt_len = prompt_len
         self.max_tokens: int = params.max_tokens if params.max_tokens is not None else _UNLIMITED
+        self.min_tokens: int = getattr(params, "min_tokens", 0) or 0
         self.eos: int | None = params.eos_token_id
         stops = set(params.stop_token_ids or ())
         if self.eos is not None:
