@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 import speceyes_kernels as sk
 from speceyes_kernels.vllm import GateOptionError, gate_options, parse_options
-from speceyes_kernels.vllm.options import options_of
+from speceyes_kernels.vllm.options import GateOptions, options_of
 from speceyes_kernels.vllm.results import ResultRing, json_safe, keys_for, make_result, pool_confidence, public_key
 from speceyes_kernels.vllm.slots import GateConfig, SlotPages
 from speceyes_kernels.vllm.state import GateState
@@ -216,3 +217,16 @@ def test_repool_is_the_answer_pool() -> None:
     assert values == pytest.approx(want[:, 0].tolist(), rel=1e-6)
     assert overflowed is False
     assert pages.repool(options, [])[0] == [-math.inf] * 5
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [({"k": 1}, "k"), ({"pools": ("nope",)}, "pools"), ({"tau": 2.0}, "tau"), ({"reject_early": True}, "tau")],
+)
+def test_options_built_by_hand_are_checked_as_well(given: dict[str, Any], field: str) -> None:
+    """One that came through would fail every request in flight when it asks for its slot."""
+    with pytest.raises(GateOptionError) as error:
+        parse_options(GateOptions(**given))
+    assert error.value.field == f"speceyes.{field}"
+    options = GateOptions(k=8, pools=("min", "log"), tau=0.5, reject_early=True)
+    assert parse_options(options) == options

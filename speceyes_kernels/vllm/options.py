@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from .._schemas import POOL_IDS
@@ -78,8 +78,10 @@ def parse_options(value: Any) -> GateOptions | None:
     GateOptionError
         Naming the field.
     """
-    if value is None or isinstance(value, GateOptions):
-        return value
+    if value is None:
+        return None
+    if isinstance(value, GateOptions):  # built by hand: nothing has checked it
+        value = asdict(value)
     if isinstance(value, str):
         try:
             value = json.loads(value)
