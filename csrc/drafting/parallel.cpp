@@ -34,13 +34,15 @@ class Workers {
     const std::unique_lock caller(caller_, std::try_to_lock);
     if (!caller) return false;
     hire(threads - 1);
-    n_.store(n, std::memory_order_relaxed);
+    const uint32_t turn = turn_.load(std::memory_order_relaxed) + 1;
+    // Closed first: whoever comes late to the last loop and reads this one's n finds the claim changed.
+    claim_.store(uint64_t(turn) << 32 | UINT32_MAX, std::memory_order_relaxed);
+    n_.store(n, std::memory_order_release);
     grain_.store(grain, std::memory_order_relaxed);
     helpers_.store(threads - 1, std::memory_order_relaxed);
     fn_.store(fn, std::memory_order_relaxed);
     ctx_.store(ctx, std::memory_order_relaxed);
     done_.store(0, std::memory_order_relaxed);
-    const uint32_t turn = turn_.load(std::memory_order_relaxed) + 1;
     claim_.store(uint64_t(turn) << 32, std::memory_order_release);
     turn_.store(turn, std::memory_order_seq_cst);
     // Whoever was woken once and is not yet on a processor is not woken again: that would be a system call a loop.
@@ -93,7 +95,7 @@ class Workers {
   void work(uint32_t turn, int index) {
     uint64_t at = claim_.load(std::memory_order_acquire);
     for (;;) {
-      const int64_t n = n_.load(std::memory_order_relaxed), grain = grain_.load(std::memory_order_relaxed);
+      const int64_t n = n_.load(std::memory_order_acquire), grain = grain_.load(std::memory_order_relaxed);
       const auto fn = fn_.load(std::memory_order_relaxed);
       void* const ctx = ctx_.load(std::memory_order_relaxed);
       const int64_t begin = int64_t(uint32_t(at));
