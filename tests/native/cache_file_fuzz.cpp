@@ -1,11 +1,13 @@
 // Fuzz target of the cache file's reader and of what is done with an image: any bytes are a file. It is refused with
 // CacheFileError, or read to an image that can be written, shortened, merged, loaded, trimmed. Each input is read twice,
 // the second time with its size and checksum put right, so that mutations reach the content.
-// With clang: -fsanitize=fuzzer. Otherwise main() mutates files of real caches: cache_file_fuzz SEED EXECUTIONS.
+// With clang: -fsanitize=fuzzer. Otherwise main() mutates files of real caches, their bytes or (one in sixteen) one field
+// of what they hold, which a byte seldom hits: cache_file_fuzz SEED EXECUTIONS.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <limits>
 #include <random>
 #include <string>
 #include <vector>
@@ -88,6 +90,44 @@ std::string put_right(std::string file) {
   return file;
 }
 
+template <typename T>
+T odd(T value, std::mt19937_64& random) {
+  switch (random() % 6) {
+    case 0: return T(uint64_t(value) + 1);
+    case 1: return T(uint64_t(value) - 1);
+    case 2: return T(0);
+    case 3: return std::numeric_limits<T>::max();
+    case 4: return T(T(1) << random() % (8 * sizeof(T)));
+    default: return T(random());
+  }
+}
+
+// Another value in one field, any of them as likely as any other however many bytes the file gives it.
+void mutate(CacheImage& image, std::mt19937_64& random) {
+  const auto any = [&](auto& list) { return list.begin() + ptrdiff_t(random() % list.size()); };
+  const auto change = [&](auto& field) { field = odd(field, random); };
+  EstimatorImage& learned = image.estimator;
+  const auto cell = [&] { return random() % 2 ? learned.cells.end() - 1 : any(learned.cells); };
+  switch (random() % 16) {
+    case 0: if (!image.queries.empty()) change(any(image.queries)->responses); break;
+    case 1: if (!image.queries.empty()) any(image.queries)->agent = any(image.queries)->agent; break;
+    case 2: if (!image.responses.empty()) change(any(image.responses)->tokens); break;
+    case 3: if (!image.responses.empty()) change(any(image.responses)->prompt); break;
+    case 4: if (!image.tokens.empty()) change(*any(image.tokens)); break;
+    case 5: if (!image.runs.empty()) change(any(image.runs)->response); break;
+    case 6: if (!image.runs.empty()) change(any(image.runs)->tokens); break;
+    case 7: if (!image.blocks.empty()) change(any(image.blocks)->block); break;
+    case 8: if (!image.blocks.empty()) change(any(image.blocks)->tokens); break;
+    case 9: if (!learned.cells.empty()) change(cell()->index); break;
+    case 10: if (!learned.cells.empty()) cell()->p = float(random() % 5) / 4; break;
+    case 11: if (!learned.cells.empty()) cell()->seen = float(random() % 1024) / 2; break;
+    case 12: if (!learned.steps.empty()) change(*any(learned.steps)); break;
+    case 13: change(learned.inputs); break;
+    case 14: change(image.max_depth); break;
+    case 15: change(random() % 2 ? image.proposed : image.evicted_tokens); break;
+  }
+}
+
 }  // namespace
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
@@ -137,6 +177,12 @@ int main(int argc, char** argv) {
   const size_t first = loaded;
   for (size_t e = 0; e < executions; e++) {
     std::string file = files[below(files.size())];
+    if (e % 16 == 0) {
+      CacheImage image = decode(file);
+      for (size_t n = 1 + below(2); n > 0; n--) mutate(image, random);
+      read(encode(image), true);
+      continue;
+    }
     for (size_t n = 1 + below(3); n > 0 && !file.empty(); n--) {
       const size_t at = below(8) == 0 ? below(std::min<size_t>(file.size(), 32)) : below(file.size());
       switch (below(7)) {
